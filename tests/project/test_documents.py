@@ -1,6 +1,7 @@
 """The README, the docs and the notebooks: their code runs, and their tables and pictures are up to date."""
 
 import contextlib
+import functools
 import importlib
 import json
 import re
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from command_line import ROOT
 from command_line import run as run_command
+from replayed_calls import REPLAY, functions_run
 from tiers import missing
+from validated_steps import validated_steps
 
 import cupy_sdpa
 from benchmarks.__main__ import main as benchmarks
@@ -208,7 +211,7 @@ def cells(name):
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_need_no_local_files(path):
-    """Every notebook imports installed packages only, begins with a title, and has saved outputs without errors."""
+    """Every notebook imports installed packages and public names only, begins with a title, and has saved outputs without errors."""
     book = json.loads(path.read_text(encoding="utf-8"))
     assert "".join(book["cells"][0]["source"]).startswith("# ")
     outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
@@ -216,7 +219,7 @@ def test_notebooks_need_no_local_files(path):
     assert not any(output["output_type"] == "error" for output in outputs)
     (install,) = [source for source, tags in cells(path.stem) if "install" in tags]
     assert "pip install" in install
-    local = re.compile(r"^\s*(?:from|import) (?:benchmarks|examples|tests|tools|cupy_sdpa\._)|open\(|Path\(", re.M)
+    local = re.compile(r"^\s*(?:from|import) (?:benchmarks|examples|tests|tools|cupy_sdpa\.(?:_|core))|open\(|Path\(", re.M)
     assert not any(local.search(source) for source, _ in cells(path.stem))
 
 
@@ -230,6 +233,38 @@ def test_notebooks_install_the_clone(path, tmp_path):
         with contextlib.chdir(folder):
             exec("\n".join(code), names)
         assert command.format(**names).replace('"', "").partition("[")[0] == f"%pip install -q {package}"
+
+
+def test_a_notebook_writes_an_operation(engine):
+    """Its code is short, and runs on every engine: repeated with other factors, in other layouts, and with other options."""
+    ((source, _),) = [cell for cell in cells("02_inside_the_graph") if "operation" in cell[1]]
+    assert len(source.splitlines()) <= 40
+    names = {"np": np}
+    exec(compile(source, "a cell", "exec"), names)
+    function = names["differential_attention"]
+    x = [engine.normal(n, 32, heads, 24, 2) for n, heads in enumerate((8, 4, 2))]
+    q, k, v = (engine.get(one).astype(np.float64, order="F") for one in x)
+    for options in {"causal": True}, {"window": (3, 3), "softcap": 2.0}:
+        first, second = (cupy_sdpa.attention(q[:, n::2], k[:, n::2], v, **options) for n in (0, 1))
+        lambdas = engine.put(np.empty(4, np.float32))
+        for call in range(5):  # the third is captured
+            values = np.array([0.1, 0.2, 0.3, 0.2 * call], np.float32)
+            lambdas[...] = engine.put(values)
+            want = first - values[:, None, None] * second
+            np.testing.assert_allclose(engine.get(function(*x, lambdas, **options)), want, atol=2 * engine.tolerance)
+        assert engine.name != "fake" or functions_run(functools.partial(function, *x, lambdas, **options)) <= REPLAY
+        with validated_steps():
+            function(*x, lambdas, **options)
+        got = function(*(one.transpose(3, 1, 2, 0) for one in x), lambdas, layout="bhsd", **options)
+        np.testing.assert_allclose(engine.get(got), want.transpose(3, 1, 2, 0), atol=2 * engine.tolerance)
+        got = function(*(one[..., 0] for one in x), lambdas, **options)
+        np.testing.assert_allclose(engine.get(got), want[..., 0], atol=2 * engine.tolerance)
+    report = cupy_sdpa.explain_function(function, *x, lambdas)
+    assert [line.split()[1] for line in report.steps] == ["even", "odd", "subtract"]
+    with pytest.raises(ValueError, match=r"lambdas is float32 \(3,\); it must be float32 \(4,\)"):
+        function(*x, lambdas[:3])
+    with pytest.raises(ValueError, match="they must have 2 Hq, 2 Hkv and Hkv heads"):
+        function(x[0], x[1], x[1], lambdas)
 
 
 class LikeCupys(np.ndarray):
