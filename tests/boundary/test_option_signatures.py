@@ -37,11 +37,11 @@ def test_signatures_of_your_own_functions():
     """Annotations are shown as they were written, also those that are not text, and parameters may have none."""
 
     @takes_options
-    def function(q, k: np.ndarray, v: "Array", *, page=16, **options) -> tuple[int, ...]:  # noqa: F821 - in the caller's module
-        """Return nothing."""
+    def function(q, k: np.ndarray, v: "np.ndarray", *, page=16, **options) -> tuple[int, ...]:
+        return ()
 
     text = str(inspect.signature(function)).replace('"', "'")
-    assert text.startswith("(q, k: numpy.ndarray, v: Array, *, page=16, scale: float | Array | None = None, causal:")
+    assert text.startswith("(q, k: numpy.ndarray, v: np.ndarray, *, page=16, scale: float | Array | None = None, causal:")
     assert text.endswith(" -> tuple[int, ...]")
 
 

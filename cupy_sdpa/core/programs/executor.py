@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..boundary.argument import check_separate, read_arrays, tensor_name
-from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger, with_plan
+from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
 from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
 from ..errors import CudnnError, Unsupported
@@ -97,6 +97,8 @@ class ReadCall:
         self.planned = True
         if not self.on_gpu:
             return
+        from ..cudnn_engine.cached_plan import with_plan
+
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             for step in self.program.steps:
                 if step.attend and step.attend.arrays:
@@ -265,6 +267,8 @@ class ReadCall:
             if plan is not None:
                 self._execute_plan(step, arrays, keep, plan)
                 return plan
+            from ..cudnn_engine.cached_plan import with_plan
+
             return with_plan(attend.problem, device, lambda session, plan: self._execute_plan(step, arrays, keep, plan))
         except Exception as error:
             self._raise(error, step)
