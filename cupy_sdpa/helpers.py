@@ -22,7 +22,7 @@ from .core.options.values import read_flag, read_positive
 from .core.problem.bucket import Bucket
 from .core.problem.tensor_spec import storage_dtype
 from .core.problem.validation import expected_arrays
-from .core.programs.executor import compiled
+from .core.programs.executor import call_of_problem
 from .core.runtime import cupy_runtime
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def dropout_mask(
             for spec in call.problem.results:  # memory of the graph while the stream is captured
                 dtype = storage_dtype(spec.dtype, call.on_gpu)
                 call.arrays[spec.name] = cupy_runtime.temporary(q, spec.shape, dtype)
-        kept = compiled(call).run()[-1] > 0
+        kept = call_of_problem(call).run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = cupy_runtime.new_result(q, call.problem.results[-1].shape, np.dtype(bool))
         kept.fill(True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from cupy_sdpa.core.numpy_engine.interpreter import evaluate
 from cupy_sdpa.core.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
-from cupy_sdpa.core.programs.executor import compiled
+from cupy_sdpa.core.programs.executor import call_of_problem
 
 
 def evaluated(call, graph_of):
@@ -14,7 +14,7 @@ def evaluated(call, graph_of):
 
     The results are NaN before, so that missing writes show.
     """
-    run = compiled(call)
+    run = call_of_problem(call)
     run.create_inputs()
     run.create_results()
     for name in run.results:

@@ -91,6 +91,7 @@ TESTS = {
     "cupy_sdpa/core/runtime": ("kernels", "replay", "attention"),
     "cupy_sdpa/core/runtime/cupy_runtime.py": ("kernels", "kv_cache", "attention"),
     "cupy_sdpa/core/score_fn": ("score_fn",),
+    "cupy_sdpa/core/score_fn/modes.py": ("graph", "score_fn"),
     "cupy_sdpa/kv_cache/sequences.py": ("kv_cache",),
     "cupy_sdpa/store.py": ("plans", "check"),
     "cupy_sdpa/core/support": ("support", "boundary"),

@@ -69,11 +69,11 @@ def register_libraries(module: str) -> None:
 
 def pass_option(options: dict[str, Any]) -> PassOption | None:
     """Remove the options that decide by which steps a pass is computed; return the one that is passed, or None."""
-    passed = None
+    layer_option = None
     for name, module in _options.items():
         if (value := options.pop(name, None)) is not None:
-            passed = PassOption(name, value, importlib.import_module(module))
-    return passed
+            layer_option = PassOption(name, value, importlib.import_module(module))
+    return layer_option
 
 
 def library_of_type(kind: type) -> Any:

@@ -66,7 +66,7 @@ def derivative(
     options: ReadOptions,
     *,
     form: Form,
-    passed: PassOption | None = None,
+    layer_option: PassOption | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
 ) -> None:
@@ -76,7 +76,7 @@ def derivative(
     """
     own, finish = passes.rounded(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
-    flags: dict[str, Any] = {"passed": passed, "deterministic": deterministic}
+    flags: dict[str, Any] = {"layer_option": layer_option, "deterministic": deterministic}
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
         """A forward pass."""
@@ -274,7 +274,7 @@ def widen(
     arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if needs_conversion(q, options):
         return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
-    passed, dtype, others = split_options(decided_options(arrays, options))
+    layer_option, dtype, others = split_options(decided_options(arrays, options))
     check_names(others)
     check_supported(others)
     if dtype is not None:
@@ -282,7 +282,7 @@ def widen(
         rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())
         q, k, v, dq, dk, dv = rounded
     form = read_form(
-        q, k, v, (dq, dk, dv), None, {**others, "block_mask": passed and passed.value}, deterministic=deterministic
+        q, k, v, (dq, dk, dv), None, {**others, "block_mask": layer_option and layer_option.value}, deterministic=deterministic
     )
     _check_options(q, k, v, others)
     with cupy_runtime.device_context(q):

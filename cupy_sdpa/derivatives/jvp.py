@@ -152,14 +152,14 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widen
 
 def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
-    passed, dtype, others = split_options(key.options)
+    layer_option, dtype, others = split_options(key.options)
     check_supported(others)
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
         check_converted({name: x for name, x in own.items() if name not in ROW_STATS}, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
-    of_form, tangents = {**others, "block_mask": passed and passed.value}, (own["dq"], own["dk"], own["dv"])
+    of_form, tangents = {**others, "block_mask": layer_option and layer_option.value}, (own["dq"], own["dk"], own["dv"])
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
     q, v = views["q"], views["v"]
     check_results({name: own[name] for name in RESULTS}, q, v, dtype)
@@ -168,7 +168,7 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
     for name, requested in (("stats", return_stats), ("dstats", return_dstats)):
         if requested or name in arrays:
             results[name] = View.dense(name, row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
-    of_program: Any = {"form": form, "passed": passed, "dtype": dtype, "deterministic": deterministic}
+    of_program: Any = {"form": form, "layer_option": layer_option, "dtype": dtype, "deterministic": deterministic}
     build = functools.partial(derivative, views=views, options=options, **of_program)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
 

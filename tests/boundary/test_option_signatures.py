@@ -6,11 +6,13 @@ import pydoc
 import re
 import runpy
 
+import numpy as np
 import pytest
 from command_line import ROOT
 
 import cupy_sdpa
 from cupy_sdpa import zoo
+from cupy_sdpa.extend import takes_options
 
 #: The parameters of ``attention`` that are no options.
 FLAGS = {"q", "k", "v", "return_stats", "deterministic", "out", "stats"}
@@ -29,6 +31,18 @@ def test_the_help_of_attention_is_one_screen():
     documented = re.findall(r"^    ([\w, ]+): ", doc, re.M)
     names = [name for line in documented for name in line.split(", ") if name in OPTIONS]
     assert sorted(names) == sorted(OPTIONS)
+
+
+def test_signatures_of_your_own_functions():
+    """Annotations are shown as they were written, also those that are not text, and parameters may have none."""
+
+    @takes_options
+    def function(q, k: np.ndarray, v: "np.ndarray", *, page=16, **options) -> tuple[int, ...]:
+        return ()
+
+    text = str(inspect.signature(function)).replace('"', "'")
+    assert text.startswith("(q, k: numpy.ndarray, v: np.ndarray, *, page=16, scale: float | Array | None = None, causal:")
+    assert text.endswith(" -> tuple[int, ...]")
 
 
 def test_the_page_defines_every_option():

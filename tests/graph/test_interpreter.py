@@ -66,6 +66,16 @@ def test_every_row_of_the_modes_is_complete(mode):
         np.testing.assert_array_equal(compare[mode](x, y), ~compare[row.opposite](x, y))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_every_unbounded_mode_is_marked(mode):
+    """The gradients of score functions clear infinite and NaN factors only if a mode is marked."""
+    row = MODES[mode]
+    function = row.numpy if callable(row.numpy) else getattr(np, row.numpy)
+    with np.errstate(all="ignore"):
+        results = function(*np.meshgrid(*[np.array([-1000, -1, -0.5, 0, 0.5, 1, 1000])] * row.operands))
+    assert row.is_unbounded or np.isfinite(results).all()
+
+
 @pytest.fixture
 def tile(request, monkeypatch):
     """The number of elements of a tile."""

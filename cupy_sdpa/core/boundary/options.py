@@ -111,6 +111,13 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
+def _shown(annotation: Any) -> Any:
+    """Return the text of an annotation; no annotation remains none."""
+    if annotation is inspect.Parameter.empty:
+        return annotation
+    return _Annotation(annotation if isinstance(annotation, str) else inspect.formatannotation(annotation))
+
+
 #: The line of a docstring that names the options, and the beginning of the line that names the gradient flags; Python 3.13 and
 #: newer strip their indentation.
 _EVERY_OPTION = re.compile(r"^( +)options: every option; :doc:`/options` defines each\.\n", re.M)
@@ -143,8 +150,8 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
         annotation = GradientOptions.__annotations__[keyword]
         text = getattr(annotation, "__forward_arg__", annotation)
         parameters.append(inspect.Parameter(keyword, _KEYWORD, default=default, annotation=text))
-    parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
-    returned = _Annotation(signature.return_annotation)
+    parameters = [p.replace(annotation=_shown(p.annotation)) for p in parameters]
+    returned = _shown(signature.return_annotation)
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     result: Any = function if takes_more else _with_remedies(function, any(p.name == "layout" for p in parameters))
     if function.__doc__:

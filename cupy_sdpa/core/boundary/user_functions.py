@@ -87,14 +87,14 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
             return kept  # the call raises an error for other arrays
     identities = function_identities(options)
     key = (identities, *((name, array.shape, array.dtype) for name, array in tensors.items()))
-    found = _recorded.get(key)
-    if found is None:
-        found = record({name: options[name] for name in FUNCTIONS if options.get(name) is not None}, tensors)
+    functions = _recorded.get(key)
+    if functions is None:
+        functions = record({name: options[name] for name in FUNCTIONS if options.get(name) is not None}, tensors)
         if None not in identities and function_identities(options) == identities:  # no function changed while it was called
             if len(_recorded) >= _MAX_RECORDED:
                 _recorded.clear()
-            _recorded[key] = found
-    return {**kept, **found}
+            _recorded[key] = functions
+    return {**kept, **functions}
 
 
 def as_tuple(value: Any) -> Any:

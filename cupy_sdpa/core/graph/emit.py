@@ -18,10 +18,8 @@ from .nodes import Builder, Tensor
 
 #: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
 LARGEST = 3e38
-#: Modes whose result may be infinite for finite operands, and the score, which may be infinite.
-UNBOUNDED = frozenset(
-    {"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan", "mod", "log1p", "expm1", "hypot"}
-)
+#: The modes whose result may be infinite for finite operands, and the score, which may be infinite.
+UNBOUNDED = frozenset({"score", *(mode for mode, row in MODES.items() if row.is_unbounded)})
 #: The comparisons that cuDNN recognizes as a band if both sides are positions.
 _ORDERS = frozenset({"cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 #: Logical modes as arithmetic on conditions, which are 1 or 0.

@@ -38,7 +38,7 @@ class Scores:
     """Emits the steps of the scores.
 
     Attributes:
-        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch item; None if they are equal for all entries.
+        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch item; None if they are equal for all batch items.
     """
 
     def __init__(self, g: Builder, operands: Operands) -> None:

@@ -1,1 +1,1 @@
-"""Programs: every composed call as one list of steps over named arrays."""
+"""Programs: every call as a list of steps over named arrays, built from metadata, then run."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..kernels.merge import Parts
 
 
-def views_of(problem: Problem, gradients: Gradients | None, device: int | None) -> dict[str, View]:
+def problem_views(problem: Problem, gradients: Gradients | None, device: int | None) -> dict[str, View]:
     """Return views of a problem's arrays, and of the requested gradients of ``tensors``, by name."""
     on_gpu = device is not None
     hidden = {spec.name for spec in problem.dcaptured}

@@ -1,4 +1,4 @@
-"""Bind a program's views to arrays. What each argument of a step refers to is found once, when the program first runs."""
+"""Bind a program's views to arrays. The first run of a program finds out which view each argument of a step is."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Bindings:
         given = (step.attend.arrays if step.attend else step.arguments for step in steps)
         self.arguments = [Arguments(one, number) for one in given]
 
-    def arrays(self, found: Mapping[str, Any], *, on_gpu: bool) -> list[Any]:
+    def arrays(self, by_storage: Mapping[str, Any], *, on_gpu: bool) -> list[Any]:
         """Return the arrays of all views, from arrays by the names of storages; the temporaries' storage is :data:`BLOCK`."""
         ndarray: Any = cupy_runtime.cupy().ndarray if on_gpu else None
         made = []
         for view in self._views:
-            array = found[view.storage.name]
+            array = by_storage[view.storage.name]
             if not view.offset and array.shape == view.shape and array.strides == view.strides and array.dtype == view.dtype:
                 made.append(array)
             elif on_gpu:

@@ -18,8 +18,9 @@ def decided_options(
 ) -> Mapping[str, Any]:
     """Decide ``compute_dtype`` and a layer's option; return the options that the program is built and cached with.
 
-    ``compute_dtype`` remains if it names another dtype than q's, and a layer's option if the pass is computed by its steps: a
-    block mask that needs all blocks becomes the option ``mask``. The result is ``options`` itself if nothing changes.
+    ``compute_dtype`` remains if it names another dtype than q's, and a layer's option if the pass is computed by its steps:
+    a block mask that needs all blocks, for example, becomes the option ``mask``. If nothing changes, the result is ``options``
+    itself.
 
     Args:
         arrays: q and k by name.
@@ -29,23 +30,23 @@ def decided_options(
     """
     decided = {**options}
     dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
-    passed = pass_option(decided)
+    layer_option = pass_option(decided)
     replaced = None
-    if passed is not None:
-        replaced = passed.module.decide(passed.value, arrays, decided, return_stats=return_stats, outputs=outputs)
+    if layer_option is not None:
+        replaced = layer_option.module.decide(layer_option.value, arrays, decided, return_stats=return_stats, outputs=outputs)
     if replaced is None and dtype is options.get("compute_dtype"):
         return options
     if replaced is not None:
         decided = {**replaced}
-    elif passed is not None:
-        decided[passed.name] = passed.value
+    elif layer_option is not None:
+        decided[layer_option.name] = layer_option.value
     return decided if dtype is None else decided | {"compute_dtype": dtype}
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[PassOption | None, str | None, dict[str, Any]]:
     """Split decided options: a layer's option, the dtype to compute in, and the others."""
     others = {**options}
-    dtype, passed = others.pop("compute_dtype", None), pass_option(others)
-    if passed is not None:
-        passed = passed._replace(value=passed.module.read(passed.value, others))
-    return passed, dtype, others
+    dtype, layer_option = others.pop("compute_dtype", None), pass_option(others)
+    if layer_option is not None:
+        layer_option = layer_option._replace(value=layer_option.module.read(layer_option.value, others))
+    return layer_option, dtype, others

@@ -1,4 +1,8 @@
-"""Run programs: on numpy step by step; on a GPU with one block of memory, as one call of the replay cache."""
+"""Calls that have been read: build their programs, and run them.
+
+:func:`call_of_problem` builds the program of one problem, :func:`composed` a program of several steps, and
+:meth:`ReadCall.run` runs it: on numpy step by step, on a GPU with one block of memory, as one call of the replay cache.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..boundary.argument import check_separate, read_arrays, tensor_name
-from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger, with_plan
+from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
 from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
 from ..errors import CudnnError, Unsupported
@@ -93,6 +97,8 @@ class ReadCall:
         self.planned = True
         if not self.on_gpu:
             return
+        from ..cudnn_engine.cached_plan import with_plan
+
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             for step in self.program.steps:
                 if step.attend and step.attend.arrays:
@@ -233,13 +239,13 @@ class ReadCall:
         program, like, on_gpu = self.program, self.arrays["q"], self.on_gpu
         if block is None and program.memory_bytes:
             block = cupy_runtime.temporary(like, (program.memory_bytes,), np.dtype(np.uint8))
-        found = {**self.arrays, BLOCK: block}
+        by_storage = {**self.arrays, BLOCK: block}
         for name in program.constants:
             constant = program.constant(name)
-            found[name] = constant.on_device() if on_gpu else constant.array
+            by_storage[name] = constant.on_device() if on_gpu else constant.array
         for name, fill in program.fills.items():
-            found[name] = _filled(fill, like)
-        arrays = program.bindings.arrays(found, on_gpu=on_gpu)
+            by_storage[name] = _filled(fill, like)
+        arrays = program.bindings.arrays(by_storage, on_gpu=on_gpu)
         for step, arguments in zip(program.steps, program.bindings.arguments, strict=True):
             yield step, arguments.on(arrays, self.scalars)
 
@@ -261,6 +267,8 @@ class ReadCall:
             if plan is not None:
                 self._execute_plan(step, arrays, keep, plan)
                 return plan
+            from ..cudnn_engine.cached_plan import with_plan
+
             return with_plan(attend.problem, device, lambda session, plan: self._execute_plan(step, arrays, keep, plan))
         except Exception as error:
             self._raise(error, step)
@@ -286,8 +294,8 @@ class ReadCall:
         if not isinstance(error, (Unsupported, CudnnError)):
             raise error
         error.add_note(f"the call: {attend.of}")
-        if found := attend.source_lines or self.functions.source_lines:
-            lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
+        if source_lines := attend.source_lines or self.functions.source_lines:
+            lines = ", ".join(f"{mode} at {line}" for mode, line in source_lines.items())
             error.add_note(f"operations of its score and mask functions: {lines}")
         raise error
 
@@ -335,11 +343,11 @@ def _workspace(plan: Plan) -> Any:
 # One call of attention
 
 
-def compiled(call: BoundProblem) -> ReadCall:
+def call_of_problem(call: BoundProblem) -> ReadCall:
     """Return the call of one problem. Calls of equal problems share the program."""
     full_queries = "seq_lens_q" in call.fills
     functions = call.functions._replace(arrays={})  # the cache keeps the call, but not the arrays that functions read
-    program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
+    program, results = _program_of(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
     return ReadCall(
         program, call.arrays, results, call.problem.tensors, call.problem, functions, functions.identities, call.scalars,
         call.fills, call.gradients,
@@ -347,7 +355,7 @@ def compiled(call: BoundProblem) -> ReadCall:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(
+def _program_of(
     problem: Problem,
     bucket: Rounding | None,
     on_gpu: bool,
@@ -357,7 +365,7 @@ def _compiled(
 ) -> tuple[Program, dict[str, View]]:
     """Return the program of a problem, and the views of its results."""
     builder = Builder(0 if on_gpu else None)
-    views = attention_steps.views_of(problem, gradients, builder.device)
+    views = attention_steps.problem_views(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
     call = BoundProblem(problem, views, {}, on_gpu, bucket, NO_FUNCTIONS, gradients, fills, given_stats)

@@ -21,7 +21,7 @@ from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
 from .decided_options import split_options
-from .executor import ReadCall, compiled, composed, read_operands
+from .executor import ReadCall, call_of_problem, composed, read_operands
 from .head_scales import check_request, check_scales, is_per_head, plain, scaled
 from .program import Builder
 
@@ -36,12 +36,12 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
 
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
-    passed, dtype, others = split_options(key.options)
+    layer_option, dtype, others = split_options(key.options)
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-    if passed is None and dtype is None and not is_per_head(others):
-        return compiled(read_forward(**key.named(), options=others, **flags))
-    arrays, views, options = _read_operands(key, others, passed, dtype, ("out", "stats"), None)
-    of_call: dict[str, Any] = {"passed": passed, "dtype": dtype, **flags}
+    if layer_option is None and dtype is None and not is_per_head(others):
+        return call_of_problem(read_forward(**key.named(), options=others, **flags))
+    arrays, views, options = _read_operands(key, others, layer_option, dtype, ("out", "stats"), None)
+    of_call: dict[str, Any] = {"layer_option": layer_option, "dtype": dtype, **flags}
     results, _ = _results_of(views, options, **of_call)
     if kept:
         assert dtype
@@ -71,15 +71,15 @@ def parse_backward(
             raise TypeError(
                 f"{name} is None; the backward pass needs it{also}: attention(..., return_stats=True) returns out and stats"
             )
-    passed, dtype, others = split_options(key.options)
+    layer_option, dtype, others = split_options(key.options)
     check_request(others, requests.get("return_dscale", False))
-    if passed is None and dtype is None and not of_stats and not is_per_head(others):
+    if layer_option is None and dtype is None and not of_stats and not is_per_head(others):
         flags.pop("return_dscale", None)
         call = read_backward(**key.named(), options=others, **flags)
         call.given_stats = "whole"
-        return compiled(call)
-    arrays, views, options = _read_operands(key, others, passed, dtype, ("dq", "dk", "dv"), result)
-    of_call: dict[str, Any] = {"passed": passed, "dtype": dtype, **flags}
+        return call_of_problem(call)
+    arrays, views, options = _read_operands(key, others, layer_option, dtype, ("dq", "dk", "dv"), result)
+    of_call: dict[str, Any] = {"layer_option": layer_option, "dtype": dtype, **flags}
     results, gradients = _results_of(views, options, gradients=True, result=result, **of_call)
     build = functools.partial(add, views=views, options=options, **of_call)
     why = read_stats_gradient(views, dtype)
@@ -104,7 +104,7 @@ def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callabl
 def _read_operands(
     key: CallKey,
     options: Mapping[str, Any],
-    passed: PassOption | None,
+    layer_option: PassOption | None,
     dtype: str | None,
     results: Sequence[str],
     result: Any,
@@ -119,8 +119,8 @@ def _read_operands(
     of_call = {name: views.get(name) for name in key.names}
     if dtype is not None:
         check_converted(of_call, dtype=result, results=results)
-    if passed is not None:
-        passed.module.check(passed.value, of_call, options, results, dtype=result, rounded=dtype is not None)
+    if layer_option is not None:
+        layer_option.module.check(layer_option.value, of_call, options, results, dtype=result, rounded=dtype is not None)
     return arrays, views, options
 
 
@@ -129,7 +129,7 @@ def _results_of(
     options: ReadOptions,
     *,
     gradients: bool = False,
-    passed: PassOption | None = None,
+    layer_option: PassOption | None = None,
     dtype: str | None = None,
     result: Any = None,
     **flags: Any,
@@ -141,7 +141,7 @@ def _results_of(
     q, k, v = (views[name] for name in "qkv")
     requested, options = flags.pop("return_dscale", False), plain(options)
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
-    if passed is not None:
+    if layer_option is not None:
         shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
         results = {name: View.dense(name, shape, own, q.storage.device) for name, shape in shapes.items()}
         if not gradients and ("stats" in views or flags.get("return_stats")):
@@ -194,7 +194,7 @@ def add(
     views: Mapping[str, View],
     options: ReadOptions,
     *,
-    passed: PassOption | None = None,
+    layer_option: PassOption | None = None,
     dtype: str | None = None,
     given_stats: GivenStats = "whole",
     deterministic: bool = False,
@@ -212,13 +212,13 @@ def add(
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
     given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
     own, finish = rounded(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
-    equal = needs_equal(options, block_mask=passed is not None, deterministic=deterministic, **outputs)
+    equal = needs_equal(options, of_layer=layer_option is not None, deterministic=deterministic, **outputs)
     outputs.pop("return_dscale", None)
     own, options, unscale = scaled(builder, own, options, views.get("dscale"))
     own, narrow = with_rows(builder, own, equal=equal)
     if of_stats:
         given_stats = "appended" if given_stats == "whole" else given_stats
-    if passed is None:
+    if layer_option is None:
         read = read_backward if backward else read_forward
         call = read(**own, options=options, deterministic=deterministic, **outputs)
         call.given_stats = given_stats
@@ -227,7 +227,7 @@ def add(
         if of_stats and call.problem.dsinks and call.problem.trivial and views["dstats"].size:
             sum_of_sinks(builder, views["dsinks"], views["dstats"], views["stats"])
     else:
-        passed.module.add(builder, own, passed.value, options, deterministic=deterministic)
+        layer_option.module.add(builder, own, layer_option.value, options, deterministic=deterministic)
     narrow()
     unscale()
     finish()

@@ -50,10 +50,10 @@ def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
     return both, both
 
 
-def needs_equal(options: Mapping[str, Any], *, block_mask: bool, deterministic: bool = False, **requests: Any) -> bool:
-    """True if cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
+def needs_equal(options: Mapping[str, Any], *, of_layer: bool, deterministic: bool = False, **requests: Any) -> bool:
+    """True if cuDNN needs equal head dims: for packed sequences, which a layer may make, and where dq is written directly."""
     direct = deterministic or any(requests.get(name) not in (None, False) for name in _OF_SCORES)
-    return block_mask or direct or options.get("cu_seqlens_q") is not None
+    return of_layer or direct or options.get("cu_seqlens_q") is not None
 
 
 def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -123,7 +123,7 @@ def wide_shapes(
     own, options = in_own_layout({"q": q, "k": k, "v": v}, options)
     views, options = views_of_shapes(**own, options=options, dtype=dtype)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
-    of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, block_mask=False, **flags))
+    of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, of_layer=False, **flags))
     for name, width in (("q", of_scores), ("k", of_scores), ("v", of_values)):
         if width != views[name].shape[0]:
             views[name] = View.dense(name, (width, *views[name].shape[1:]), views[name].dtype, 0)

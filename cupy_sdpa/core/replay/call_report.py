@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import _html
-from ..boundary.call import unsupported_reasons, with_plan
 from ..errors import Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph, Node, Tensor
@@ -228,6 +227,8 @@ def explain_on_device(problem: Problem, device: int) -> Report:
     graph = graph_of(problem)
     if problem.trivial:
         return Report("cuDNN", problem, graph)
+    from ..cudnn_engine.cached_plan import unsupported_reasons, with_plan
+
     if reasons := unsupported_reasons(problem, device):
         return refusal_report(problem, reasons)
     try:

@@ -1,6 +1,8 @@
-"""The pointwise modes of score functions and of operation graphs: one row for each, and everything that is known of it.
+"""The pointwise modes of score functions and of operation graphs: one row for each, with everything that is known about it.
 
-A new mode is a row here; for a mode that cuDNN has, also an entry of the interpreter if no function of numpy computes it.
+To add a mode, add a row. If cuDNN has the mode and no numpy function computes it, also add a rule to ``POINTWISE`` of
+:mod:`.core.numpy_engine.interpreter`. A mode that cuDNN has is a new kind of graph: compare its results on a GPU
+before you use it. A mode that is composed of other modes needs no comparison.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Mode(NamedTuple):
         opposite: of a comparison: its negation.
         commutes: whether the operands can be exchanged.
         is_closed: whether the result of integers is an integer. ``div`` returns an integer only if its kind is set.
+        is_unbounded: whether the result, or its derivative, may be infinite or NaN for finite operands.
     """
 
     operands: int
@@ -43,6 +46,7 @@ class Mode(NamedTuple):
     opposite: str = ""
     commutes: bool = False
     is_closed: bool = False
+    is_unbounded: bool = False
 
 
 # Compositions: they are accurate for small operands, and overflow only if the result does.
@@ -96,8 +100,8 @@ MODES: dict[str, Mode] = {
     "mul": Mode(2, "multiply", "MUL", "{0} * {1}", "{} · {}", of_mul, commutes=True, is_closed=True),
     "add": Mode(2, "add", "ADD", "{0} + {1}", "{} + {}", lambda a, g, out, x, b: (g, g), commutes=True, is_closed=True),
     "sub": Mode(2, "subtract", "SUB", "{0} - {1}", "{} − {}", lambda a, g, out, x, b: (g, g.scaled(-1.0)), is_closed=True),
-    "div": Mode(2, "divide", "DIV", "{0} / {1}", "{} / {}", of_div, "{1} ? {0} / {1} : 0"),
-    "mod": Mode(2, "fmod", "MOD", "fmod({0}, {1})", "{} mod {}", of_mod, "{1} ? {0} % {1} : 0"),
+    "div": Mode(2, "divide", "DIV", "{0} / {1}", "{} / {}", of_div, "{1} ? {0} / {1} : 0", is_unbounded=True),
+    "mod": Mode(2, "fmod", "MOD", "fmod({0}, {1})", "{} mod {}", of_mod, "{1} ? {0} % {1} : 0", is_unbounded=True),
     "max": Mode(
         2, "maximum", "MAX", "{0} > {1} || {0} != {0} ? {0} : {1}", "max({}, {})",
         lambda a, g, out, x, b: (a.where_selected(g, "cmp_gt", x, b), a.where_selected(g, "cmp_lt", x, b)),
@@ -108,25 +112,27 @@ MODES: dict[str, Mode] = {
         lambda a, g, out, x, b: (a.where_selected(g, "cmp_lt", x, b), a.where_selected(g, "cmp_gt", x, b)),
         commutes=True, is_closed=True,
     ),
-    "pow": Mode(2, "power", "POW", "pow({0}, {1})", "{} ^ {}", of_pow),
+    "pow": Mode(2, "power", "POW", "pow({0}, {1})", "{} ^ {}", of_pow, is_unbounded=True),
     "neg": Mode(1, "negative", "NEG", "-{0}", "−{}", lambda a, g, out, x: [g.scaled(-1.0)], is_closed=True),
     "abs": Mode(1, "absolute", "ABS", "fabs({0})", "|{}|", of_abs, "{0} < 0 ? -{0} : {0}", is_closed=True),
-    "exp": Mode(1, "exp", "EXP", "exp({0})", "exp({})", lambda a, g, out, x: [a.multiply(g, out)]),
-    "log": Mode(1, "log", "LOG", "log({0})", "log({})", lambda a, g, out, x: [a.divide(g, x)]),
-    "sqrt": Mode(1, "sqrt", "SQRT", "sqrt({0})", "√{}", lambda a, g, out, x: [a.divide(g.scaled(0.5), out)]),
+    "exp": Mode(1, "exp", "EXP", "exp({0})", "exp({})", lambda a, g, out, x: [a.multiply(g, out)], is_unbounded=True),
+    "log": Mode(1, "log", "LOG", "log({0})", "log({})", lambda a, g, out, x: [a.divide(g, x)], is_unbounded=True),
+    "sqrt": Mode(1, "sqrt", "SQRT", "sqrt({0})", "√{}", lambda a, g, out, x: [a.divide(g.scaled(0.5), out)], is_unbounded=True),
     "rsqrt": Mode(
         1, lambda x: 1 / np.sqrt(x), "RSQRT", "1 / sqrt({0})", "1 / √{}",
         lambda a, g, out, x: [a.multiply(g, out, out, out).scaled(-0.5)],
+        is_unbounded=True,
     ),
     "reciprocal": Mode(
-        1, "reciprocal", "RECIPROCAL", "1 / {0}", "1 / {}", lambda a, g, out, x: [a.multiply(g, out, out).scaled(-1.0)]
+        1, "reciprocal", "RECIPROCAL", "1 / {0}", "1 / {}", lambda a, g, out, x: [a.multiply(g, out, out).scaled(-1.0)],
+        is_unbounded=True,
     ),
     "tanh_fwd": Mode(1, "tanh", "TANH_FWD", "tanh({0})", "tanh({})", functools.partial(of_tan, "sub")),
     "sin": Mode(1, "sin", "SIN", "sin({0})", "sin({})", lambda a, g, out, x: [a.multiply(g, a.writer.add("cos", x))]),
     "cos": Mode(
         1, "cos", "COS", "cos({0})", "cos({})", lambda a, g, out, x: [a.multiply(g, a.writer.add("sin", x)).scaled(-1.0)]
     ),
-    "tan": Mode(1, "tan", "TAN", "tan({0})", "tan({})", functools.partial(of_tan, "add")),
+    "tan": Mode(1, "tan", "TAN", "tan({0})", "tan({})", functools.partial(of_tan, "add"), is_unbounded=True),
     "erf": Mode(1, np.vectorize(math.erf, otypes=[np.float64]), "ERF", "erf({0})", "erf({})", of_erf),
     "floor": Mode(1, "floor", "FLOOR", "floor({0})", "⌊{}⌋", of_none, "{0}"),
     "ceil": Mode(1, "ceil", "CEIL", "ceil({0})", "⌈{}⌉", of_none, "{0}"),
@@ -144,11 +150,13 @@ MODES: dict[str, Mode] = {
         "{0} where {2}, else {1}", of_select, is_closed=True,
     ),
     "log1p": Mode(
-        1, "log1p", _log1p, "", "", lambda a, g, out, x: [a.divide(g, a.writer.add("add", x, a.writer.constant(1.0)))]
+        1, "log1p", _log1p, "", "", lambda a, g, out, x: [a.divide(g, a.writer.add("add", x, a.writer.constant(1.0)))],
+        is_unbounded=True,
     ),
-    "expm1": Mode(1, "expm1", _expm1, "", "", lambda a, g, out, x: [a.multiply(g, a.writer.add("exp", x))]),
+    "expm1": Mode(1, "expm1", _expm1, "", "", lambda a, g, out, x: [a.multiply(g, a.writer.add("exp", x))], is_unbounded=True),
     "hypot": Mode(
-        2, "hypot", _hypot, "", "", lambda a, g, out, x, b: [a.divide(a.multiply(g, operand), out) for operand in (x, b)]
+        2, "hypot", _hypot, "", "", lambda a, g, out, x, b: [a.divide(a.multiply(g, operand), out) for operand in (x, b)],
+        is_unbounded=True,
     ),
     "atan": Mode(
         1, "arctan", _atan, "", "",

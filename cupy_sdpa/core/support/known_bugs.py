@@ -5,19 +5,17 @@ To add a bug:
 1. Add a :class:`Bug` to :data:`BUGS`. ``condition`` is a function of the :class:`~.core.problem.problem.Problem`; define it
    above the table, or use a lambda.
 2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write the fix in
-``remedy``:
-   affected calls then raise :class:`cupy_sdpa.Unsupported`.
+   ``remedy``: affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
    not.
-4. If the bug raises Unsupported, a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in
-tools/support_table.py
-   must be affected; add one.
+4. If the bug raises Unsupported, it must affect a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in
+   tools/support_table.py; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
-Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
-implementation: the guards in :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py and
-core/programs/attention_steps.py), the others change the graph (core/graph/attention_forward.py and attention_backward.py).
+Everything else (errors, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
+implementation: the guards in :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py, and engine_form.py and
+attention_steps.py of core/programs), the others change the graph (core/graph/attention_forward.py and attention_backward.py).
 """
 
 from __future__ import annotations
