@@ -45,8 +45,8 @@ EXEMPT_GRADIENTS = EXEMPT | {
 #: What is neither passed nor confirmed by a GPU. These kernels of Blackwell split the keys; another one, which is not serialized,
 #: merges the parts, and must write the largest magnitude. Blackwell is unverified in the support table.
 UNCONFIRMED = {"b200": {"forward, FP8, bfloat16 output": {"amax_out"}, "forward, FP8, one query": {"amax_out"}}}
-#: Options that no graph for a GPU has: one raises, and the number of chunks is read into ``split``.
-WITHOUT_GRAPHS = {"dropout_mask", "num_splits"}
+#: Options that no graph for a GPU has: one raises, the number of chunks is read into ``split``, and each launch has one bias.
+WITHOUT_GRAPHS = {"bias_repeats", "dropout_mask", "num_splits"}
 
 
 def _captured(**options):
