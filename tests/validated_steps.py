@@ -23,7 +23,7 @@ from cupy_sdpa.core.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage
 from cupy_sdpa.core.problem.view import View
 from cupy_sdpa.core.programs import calls
 from cupy_sdpa.core.programs.executor import ReadCall
-from cupy_sdpa.core.programs.steps import Scalar, Step
+from cupy_sdpa.core.programs.steps import ProgramStep, Scalar
 from cupy_sdpa.core.replay.bound_program import HostProgram
 from cupy_sdpa.core.replay.replay_cache import DeviceProgram
 from cupy_sdpa.core.runtime import cupy_runtime
@@ -51,7 +51,7 @@ def validated_steps() -> Iterator[None]:
     """
     own = ReadCall._run_step
 
-    def run(call: ReadCall, step: Step, arguments: Any, device: int | None, *others: Any) -> Any:
+    def run(call: ReadCall, step: ProgramStep, arguments: Any, device: int | None, *others: Any) -> Any:
         def work() -> Any:
             return own(call, step, arguments, device, *others)
 
@@ -65,7 +65,7 @@ def validated_steps() -> Iterator[None]:
         yield
 
 
-def compared(call: ReadCall, step: Step, arguments: Any, work: Callable[[], T]) -> T:
+def compared(call: ReadCall, step: ProgramStep, arguments: Any, work: Callable[[], T]) -> T:
     """Run a step by ``work``, and compare what it wrote; ``arguments`` has arrays and numbers instead of views and scalars.
 
     Raises:
@@ -90,7 +90,7 @@ def compared(call: ReadCall, step: Step, arguments: Any, work: Callable[[], T]) 
 
 
 def _differences_of_kernel(
-    step: Step, arguments: Any, pairs: "Sequence[tuple[View, Any]]", copies: "_HostCopies"
+    step: ProgramStep, arguments: Any, pairs: "Sequence[tuple[View, Any]]", copies: "_HostCopies"
 ) -> Iterator[str]:
     """How what a kernel wrote differs from what its numpy function writes."""
     scratch = arguments[_SCRATCH[step.function]] if step.function in _SCRATCH else None

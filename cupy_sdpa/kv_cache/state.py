@@ -27,7 +27,7 @@ _UNIT = 64
 _DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table", "_rope_compiled", "_queries")
 
 
-class Step(NamedTuple):
+class CacheStep(NamedTuple):
     """The present step.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Undo(NamedTuple):
     """What restores a cache: the pages, the step, the known FP8 scales, places and values of the state array, and rows."""
 
     change: Change
-    step: Step
+    step: CacheStep
     known: frozenset[tuple[int, int]]
     values: list[tuple[int, int]]
     rows: Callable[[], None]
@@ -91,7 +91,7 @@ class CacheState:
         self._starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in sizes)]).tolist()
         self._state = self._zeros((self._starts[-1],), np.dtype(np.int32))
         nothing = uniform(0, self.batch)
-        self._step = Step(nothing, nothing, nothing, (0, 0), frozenset())
+        self._step = CacheStep(nothing, nothing, nothing, (0, 0), frozenset())
         self._every = frozenset(range(self.layers))
         #: The layers whose append was captured.
         self._captured: frozenset[int] = frozenset()
@@ -168,15 +168,15 @@ class CacheState:
             "copy.copy of a KVCache would share its pages: use copy.deepcopy for an independent cache, or fork() for a sequence"
         )
 
-    def _beginning(self, counts: NDArray[np.int64]) -> tuple[Change, Step, Callable[[], None]]:
+    def _beginning(self, counts: NDArray[np.int64]) -> tuple[Change, CacheStep, Callable[[], None]]:
         """Return the change of the host that begins a step, the step, and the work of the device."""
         change, copies = self._pages.extend(counts)
         before, updates = self._step, self._entries(change)
-        step = Step(counts, counts, counts, before.needed, self._every)
+        step = CacheStep(counts, counts, counts, before.needed, self._every)
         if counts is not before.counts:
             both = zip(self._counts_of(counts), self._counts_of(before.counts), strict=True)
             updates += [new for new, old in both if new != old]
-            step = Step(counts, counts, counts, tokens_of(counts), self._every)
+            step = CacheStep(counts, counts, counts, tokens_of(counts), self._every)
 
         def work() -> None:
             if copies:
@@ -250,7 +250,7 @@ class CacheState:
     def _perform(
         self,
         change: Change,
-        step: Step,
+        step: CacheStep,
         work: Callable[[], None],
         lengths: Sequence[tuple[int, int]] = (),
         restore: Callable[[], None] = lambda: None,

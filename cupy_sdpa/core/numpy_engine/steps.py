@@ -31,7 +31,7 @@ Compute = Callable[[Tile], Any]
 Extent = tuple[bool, bool, bool, bool]
 
 
-class Step(NamedTuple):
+class CompiledStep(NamedTuple):
     """A function of a tile, the name of the tensor whose value it returns, and the tensors that no later step reads."""
 
     compute: Compute
@@ -39,10 +39,10 @@ class Step(NamedTuple):
     unread: tuple[str, ...]
 
 
-def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[Any, Compiler], Compute]]) -> list[Step]:
+def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[Any, Compiler], Compute]]) -> list[CompiledStep]:
     """Return a tile's steps, which the graph's analysis keeps."""
     key = tile.is_whole, tile.last, run.xp is np, run.exact, run.check is not None and run.check.whole, run.check is None
-    found: list[Step] | None = run.analysis.steps.get(key)
+    found: list[CompiledStep] | None = run.analysis.steps.get(key)
     if found is None:
         compiler = Compiler(run, tile)
         nodes = run.analysis.nodes if run.xp is np else run.analysis.fused_nodes
@@ -64,7 +64,7 @@ class Compiler:
     """
 
     def __init__(self, run: Evaluation, tile: Tile) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[CompiledStep] = []
         self.analysis, self.xp, self.dtype, self.exact = run.analysis, run.xp, run.dtype, run.exact
         self._dtype_name, self._later = run.dtype_name, run.later
         self.whole, self._last = tile.is_whole, tile.last
@@ -123,7 +123,7 @@ class Compiler:
         return tensor.name in self._views
 
     def _append(self, compute: Compute, name: str) -> None:
-        self.steps.append(Step(compute, name, ()))
+        self.steps.append(CompiledStep(compute, name, ()))
 
     def _describe(self, node: Node) -> None:
         """Record the extent of a node's result, whether it has the evaluation's dtype, and whether it is a view."""

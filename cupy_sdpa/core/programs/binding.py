@@ -8,7 +8,7 @@ from typing import Any
 
 from ..problem.view import View, on_host
 from ..runtime import cupy_runtime
-from .steps import Scalar, Step
+from .steps import ProgramStep, Scalar
 
 #: The name of the block of memory of the temporaries among the arrays of a run.
 BLOCK = "temporaries"
@@ -56,7 +56,7 @@ class Arguments:
 class Bindings:
     """The views of a program, and the arguments of its steps; ``places`` has the first byte of each temporary in the block."""
 
-    def __init__(self, steps: Sequence[Step], places: Mapping[str, int]) -> None:
+    def __init__(self, steps: Sequence[ProgramStep], places: Mapping[str, int]) -> None:
         self._views: list[View] = []
         numbers: dict[View, int] = {}
 

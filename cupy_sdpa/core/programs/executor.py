@@ -39,7 +39,7 @@ from . import attention_steps
 from .binding import BLOCK
 from .program import Builder, Program
 from .step_log import run_logged
-from .steps import Attend, Step
+from .steps import Attend, ProgramStep
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
@@ -224,7 +224,9 @@ class ReadCall:
                 join()  # a capture with an unjoined branch could not be ended
         return ran
 
-    def _run_step(self, step: Step, arguments: Any, device: int | None, plans: Iterator[Plan], keep: bool) -> Plan | None:
+    def _run_step(
+        self, step: ProgramStep, arguments: Any, device: int | None, plans: Iterator[Plan], keep: bool
+    ) -> Plan | None:
         """Run one step; return the plan that ran."""
         if step.function:
             step.function(*arguments)
@@ -234,7 +236,7 @@ class ReadCall:
             self._evaluate(step.attend, arguments)
         return None
 
-    def bound(self, block: Any = None) -> Iterator[tuple[Step, Any]]:
+    def bound(self, block: Any = None) -> Iterator[tuple[ProgramStep, Any]]:
         """Yield each step with its arguments: a tuple for a kernel, a dictionary for attention."""
         program, like, on_gpu = self.program, self.arrays["q"], self.on_gpu
         if block is None and program.memory_bytes:
@@ -259,7 +261,7 @@ class ReadCall:
         graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
-    def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
+    def _launch(self, step: ProgramStep, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
         """Execute a plan, by default from the plan cache."""
         attend = step.attend
         assert attend
@@ -273,7 +275,7 @@ class ReadCall:
         except Exception as error:
             self._raise(error, step)
 
-    def _execute_plan(self, step: Step, arrays: Mapping[str, Any], keep: bool, plan: Plan) -> Plan:
+    def _execute_plan(self, step: ProgramStep, arrays: Mapping[str, Any], keep: bool, plan: Plan) -> Plan:
         """Execute a plan; its workspace is memory for this launch only."""
         if keep:
             plan.keep()
@@ -284,7 +286,7 @@ class ReadCall:
             plan.execute(addresses, self._scalars(step.attend), workspace.ptr)
         return plan
 
-    def _raise(self, error: Exception, step: Step) -> NoReturn:
+    def _raise(self, error: Exception, step: ProgramStep) -> NoReturn:
         """Raise a step's error, with notes that describe the call."""
         attend = step.attend
         assert attend

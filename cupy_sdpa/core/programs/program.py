@@ -18,7 +18,7 @@ from ..boundary.call import BoundProblem, Fill
 from ..problem.view import View
 from . import attention_steps
 from .binding import Bindings
-from .steps import Attend, Check, Constant, Step, Steps, join_of
+from .steps import Attend, Check, Constant, ProgramStep, Steps, join_of
 
 if TYPE_CHECKING:
     from ..kernels.merge import Parts
@@ -49,7 +49,7 @@ class Program:
         checks: the checks on elements of the caller's arrays, in every call on the CPU.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     temporaries: Mapping[str, Place]
     memory_bytes: int
     constants: Mapping[str, weakref.ref[Constant]]
@@ -139,7 +139,7 @@ class Builder(Steps):
         return Program(tuple(self.steps), places, total, constants, dict(self.fills), tuple(self.kept), tuple(self.checks))
 
 
-def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:
+def _places(steps: Sequence[ProgramStep], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:
     """Place each temporary in the first gap between temporaries in use at the same time; also return the block's size."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}

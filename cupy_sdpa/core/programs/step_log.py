@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from ..boundary.call import logger
 from ..runtime import cupy_runtime
-from .steps import Step
+from .steps import ProgramStep
 
 T = TypeVar("T")
 
 
-def run_logged(number: int, step: Step, run: Callable[[], T], *, on_gpu: bool) -> T:
+def run_logged(number: int, step: ProgramStep, run: Callable[[], T], *, on_gpu: bool) -> T:
     """Run a step and log it; on a GPU wait until it has ended."""
     if on_gpu:
         cuda = cupy_runtime.cupy().cuda

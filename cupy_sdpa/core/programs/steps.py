@@ -81,7 +81,7 @@ class Attend(NamedTuple):
     source_lines: Mapping[str, str] = {}
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """One step of a program.
 
     Attributes:
@@ -110,7 +110,7 @@ class Step(NamedTuple):
         yield from views_of(self.arguments if self.attend is None else tuple(self.attend.arrays.values()))
 
 
-def join_of(steps: Sequence[Step]) -> int:
+def join_of(steps: Sequence[ProgramStep]) -> int:
     """Return the number of the step before which the branch must have ended; the number of steps if no step waits for it."""
     written = {view.storage.name for step in steps if step.branch for view in step.writes}
     begun = False
@@ -141,7 +141,7 @@ class Steps:
     Attributes:
         device: the number of the GPU that the program is for; None for numpy.
         part: what the next steps compute, as the beginning of their names; may be empty.
-        branch: whether the next steps are a branch, see :class:`Step`. A program has at most one branch.
+        branch: whether the next steps are a branch, see :class:`ProgramStep`. A program has at most one branch.
         sizes: the bytes of each temporary.
 
     The other attributes are as in :class:`.Program`, with the constants themselves.
@@ -150,7 +150,7 @@ class Steps:
     device: int | None
     part: str = ""
     branch: bool = False
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     constants: dict[str, Constant] = field(default_factory=dict)
     kept: list[Constant] = field(default_factory=list)
@@ -197,13 +197,13 @@ class Steps:
     def attend_to(self, name: str, attend: Attend) -> None:
         """Add attention on arrays in the form that the engine needs."""
         writes = tuple(attend.arrays[spec.name] for spec in attend.problem.results if spec.name in attend.arrays)
-        self.steps.append(Step(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
+        self.steps.append(ProgramStep(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
         if lengths := {name: attend.arrays[name] for name in _LENGTHS if name in attend.arrays}:
             self.checks.append(Check(functools.partial(check_lengths, attend.of), lengths))
 
     def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View], on_host: bool = False) -> None:
         """Add a kernel: a function of arrays, numbers and sequences of them that writes into its arguments ``writes``."""
-        self.steps.append(Step(function.__name__, None, function, arguments, tuple(writes), self.branch, on_host))
+        self.steps.append(ProgramStep(function.__name__, None, function, arguments, tuple(writes), self.branch, on_host))
 
     def copy(self, target: View, source: View) -> None:
         """Copy ``source``, which may be broadcast and converted, into ``target``."""

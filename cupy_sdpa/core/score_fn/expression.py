@@ -31,7 +31,7 @@ _FOLDED: dict[str, Callable[..., float]] = {
 
 
 class Step(NamedTuple):
-    """One step.
+    """One step of an expression.
 
     Attributes:
         mode: a pointwise mode (:mod:`.modes`), or one of :data:`LEAVES`.
