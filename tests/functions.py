@@ -13,7 +13,7 @@ from cupy_sdpa import alibi_slopes, attention, attention_backward, reference, zo
 from cupy_sdpa.core.cudnn.library import library
 from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.core.graph.emit import Emitter
-from cupy_sdpa.core.graph.nodes import Builder, Tensor, row_major
+from cupy_sdpa.core.graph.nodes import GraphBuilder, Tensor, row_major
 from cupy_sdpa.core.numpy_engine.interpreter import evaluate
 from cupy_sdpa.core.problem.subproblems import subproblems
 from cupy_sdpa.core.score_fn.expression import AXES, Writer
@@ -420,7 +420,7 @@ def evaluated(function, *x, dtype="float64", derivative=False):
     def tensor(name, role):
         return Tensor(name, shape, dtype, role, row_major(shape), (0, 1, 2, 3))
 
-    g = Builder(dtype)
+    g = GraphBuilder(dtype)
     score = g.pointwise("s", "identity", tensor("x", "input"), out="s")
     emitter = Emitter(g, Writer(done.expression.steps), score, {name: tensor("y", "input") for name in done.captured})
     root = emitter.derivative(done.expression.score) if derivative else done.expression.score

@@ -22,7 +22,7 @@ from cupy_sdpa.core.cudnn.constants import PointwiseMode
 from cupy_sdpa.core.cudnn_engine import lowering
 from cupy_sdpa.core.graph import nodes
 from cupy_sdpa.core.graph.attention_forward import forward
-from cupy_sdpa.core.graph.nodes import Builder, Node, Tensor, row_major
+from cupy_sdpa.core.graph.nodes import GraphBuilder, Node, Tensor, row_major
 from cupy_sdpa.core.numpy_engine import buffers, tiles
 from cupy_sdpa.core.numpy_engine.bands import Masked
 from cupy_sdpa.core.numpy_engine.fusion import Fused
@@ -259,7 +259,7 @@ def test_lengths_of_a_matmul_mask_the_padding(tile):
         want[entry, 0, :m, :n] = a[entry, 0, :m, :k] @ b[entry, 0, :k, :n]
         a[entry, 0, m:] = a[entry, 0, :, k:] = np.nan
         b[entry, 0, :, n:] = b[entry, 0, k:] = np.nan
-    g = Builder("float64")
+    g = GraphBuilder("float64")
     of_a, of_b, of_out = tensor("a", a.shape), tensor("b", b.shape), tensor("out", want.shape, role="output")
     g.matmul("a b", of_a, of_b, of_out, **{name: tensor(name, (2, 1, 1, 1), "int32") for name in "mnk"})
     out = np.full((2, 1, 5, 4), np.nan)
@@ -290,7 +290,7 @@ def test_results_are_rounded_to_16_bits_as_numpy_rounds_them(dtype):
     x[0, 0, 290:, :6] = np.inf, -np.inf, np.nan, 65519, 65520, -0.0  # far from the others: blocks are rounded by themselves
     with np.errstate(over="ignore"):
         rounded = x.astype(numpy_dtype(dtype)).astype(np.float32)
-    g = Builder("float32")
+    g = GraphBuilder("float32")
     one, of_x = g.scalar("one", value=1.0), tensor("x", x.shape, "float32")
     names = {name: tensor(name, x.shape, "float32", "output") for name in ("direct", "unrounded")}
     names["transposed"] = tensor("transposed", x.swapaxes(-1, -2).shape, "float32", "output")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from ..score_fn.autodiff import gradients
 from ..score_fn.expression import AXES, LEAVES, Step, Writer
 from ..score_fn.modes import FLIPPED, MODES, OPPOSITE
-from .nodes import Builder, Tensor
+from .nodes import GraphBuilder, Tensor
 
 #: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
 LARGEST = 3e38
@@ -49,7 +49,9 @@ class Emitter:
     leaves. An index among these names is read from memory.
     """
 
-    def __init__(self, g: Builder, writer: Writer, scores: Tensor, inputs: Mapping[str, Tensor], prefix: str = "f") -> None:
+    def __init__(
+        self, g: GraphBuilder, writer: Writer, scores: Tensor, inputs: Mapping[str, Tensor], prefix: str = "f"
+    ) -> None:
         self.g, self.writer, self.scores, self.inputs, self.prefix = g, writer, scores, inputs, prefix
         self.tensors: dict[int, Tensor] = {}
         self._zeros: Tensor | None = None

@@ -230,7 +230,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 
 @dataclass
-class Builder:
+class GraphBuilder:
     """Builds a graph step by step, with a method for each node."""
 
     compute_dtype: str = "float32"
