@@ -25,7 +25,7 @@ from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, on_
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """How a call is written: how arrays are converted to the form and back, and its default layout, if it has one.
 
     The arrays are the same memory in every form, so that the results have the same bits.
@@ -55,14 +55,14 @@ class Form(NamedTuple):
 
 
 #: The form of the first calls of a case.
-GIVEN = Form(lambda x: x, lambda x: x)
-WITHOUT_BATCH = Form(lambda x: x[..., 0], lambda x: x[..., None])
-IN_C_ORDER = Form(lambda x: x.T, lambda x: x.T, "bshd")
+GIVEN = CallForm(lambda x: x, lambda x: x)
+WITHOUT_BATCH = CallForm(lambda x: x[..., 0], lambda x: x[..., None])
+IN_C_ORDER = CallForm(lambda x: x.T, lambda x: x.T, "bshd")
 #: Features whose calls take packed sequences, pages, FP8 arrays or a part of every sequence, or have no ``layout=``.
 ONE_FORM = frozenset(("packed", "paged", "cache", "fp8", "parallel", "weight_sums", "weight_entropy", "merge", "shared_prefix"))
 
 
-def other_form(case: Case) -> Form:
+def other_form(case: Case) -> CallForm:
     """Return the form of the last call of a case: without batch axes if there is one batch item, else with a default layout."""
     if ONE_FORM & case.options.keys():
         return GIVEN
@@ -128,7 +128,7 @@ class CaseRunner:
         groups: dict[str, Any] = {"heads": case.hq if heads else None, "batch": case.b if entries else None}
         return cupy_sdpa.block_mask(mask_mod, case.sq, case.skv, tensors={"attends": attends}, **groups)
 
-    def call(self, memory: Memory, index: int, form: Form = GIVEN, *, again: bool = False) -> dict[str, Any]:
+    def call(self, memory: Memory, index: int, form: CallForm = GIVEN, *, again: bool = False) -> dict[str, Any]:
         """Make the calls of all passes, and return the results by name.
 
         ``again``: by other functions, which are ``attention_vjp``, ``prepare``, and ``widen`` before a derivative.
@@ -171,13 +171,13 @@ class CaseRunner:
             results |= self.gradients_by_name(gradients)
         return results
 
-    def cotangents(self, memory: Memory, form: Form = GIVEN) -> list[Any]:
+    def cotangents(self, memory: Memory, form: CallForm = GIVEN) -> list[Any]:
         """Return the gradients of the output and, if the case has it, of the log-sum-exp."""
         of_stats = self.case.options.get("dstats")
         dout = None if of_stats == "alone" else form.array(memory.views["dout"])
         return [dout] if of_stats is None else [dout, form.array(memory.views["dstats"])]
 
-    def _derivative(self, memory: Memory, options: dict[str, Any], form: Form, *, widen: bool) -> dict[str, Any]:
+    def _derivative(self, memory: Memory, options: dict[str, Any], form: CallForm, *, widen: bool) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
         views, stats, array = memory.views, "stats" in self.case.options, form.array
         q, k, v = (array(views[name]) for name in "qkv")
@@ -189,7 +189,9 @@ class CaseRunner:
         results = cupy_sdpa.attention_jvp(q, k, v, **given, **options)
         return dict(zip(("out", "jvp", "stats", "dstats"), results, strict=False))
 
-    def forward(self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: Form = GIVEN) -> dict[str, Any]:
+    def forward(
+        self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: CallForm = GIVEN
+    ) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         case, data, views = self.case, self.data[index], memory.views
         in_fp8 = "fp8" in case.options

@@ -36,7 +36,7 @@ from ..extend.arrays import CU_SEQLENS, REQUESTS, convert, needs_conversion
 from ..extend.functions import FUNCTIONS
 from ..extend.kernels import concatenate, row_means
 from ..extend.options import PassOption, cast, check_converted, decided_options, split_options
-from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
+from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
 #: The names of a call's arrays, of the tangents and the results among them, and of the wider arrays, which may replace the
@@ -65,7 +65,7 @@ def derivative(
     views: Mapping[str, View],
     options: ReadOptions,
     *,
-    form: Form,
+    form: DerivativeForm,
     layer_option: PassOption | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
@@ -144,7 +144,7 @@ def check_supported(options: Mapping[str, Any]) -> None:
 
 def read_form(
     q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
-) -> Form:
+) -> DerivativeForm:
     """Check the arrays, as far as copying them requires, and return the form of the derivative."""
     if not _may_copy(q, k, v):
         read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
@@ -165,7 +165,7 @@ def read_form(
     return form_of(q.shape[0], v.shape[0], given, options, deterministic=deterministic)
 
 
-def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
+def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> DerivativeForm:
     """Return the form of arrays that were widened before; checks that they fit the arguments."""
     made = widened.form
     form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)

@@ -29,7 +29,7 @@ DROPOUT = ("seed", "offset", "dropout_mask")
 TILES = (128, 256)
 
 
-class Form(NamedTuple):
+class DerivativeForm(NamedTuple):
     """How a derivative is computed.
 
     Attributes:
@@ -93,7 +93,7 @@ class Widened(NamedTuple):
     dout: Any
     values: Any
     ones: Any
-    form: Form
+    form: DerivativeForm
 
     def named(self) -> dict[str, Any]:
         """Return the arrays by name, except None."""
@@ -105,7 +105,7 @@ class Widened(NamedTuple):
 
 def form_of(
     head_dim: int, value_dim: int, given: tuple[bool, ...], options: Mapping[str, Any], *, deterministic: bool = False
-) -> Form:
+) -> DerivativeForm:
     """Return the form of a derivative with some of dq, dk and dv ``given``."""
     dropout = bool(options.get("dropout_p"))
     centered = not dropout and options.get("softcap") is None and options.get("score_mod") is None
@@ -115,7 +115,9 @@ def form_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _form(head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool, exact_mean: bool, equal: bool) -> Form:
+def _form(
+    head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool, exact_mean: bool, equal: bool
+) -> DerivativeForm:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
     with_mean = rounded_up(score_width + 1, MULTIPLE)
@@ -124,7 +126,7 @@ def _form(head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool
         score_width = with_mean
     if equal:
         score_width = product_width = rounded_up(max(score_width, product_width), 2 * MULTIPLE)
-    return Form(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
+    return DerivativeForm(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
 
 
 def _tile(width: int) -> int:
@@ -133,7 +135,7 @@ def _tile(width: int) -> int:
 
 
 def wide_arrays(
-    form: Form,
+    form: DerivativeForm,
     arrays: tuple[Any, Any, Any],
     tangents: tuple[Any, Any, Any],
     new: Callable[[Any, tuple[int, ...], Any], Any],

@@ -47,7 +47,7 @@ from .derivative import (
     derivative,
     read_form,
 )
-from .derivative_form import Form, Widened
+from .derivative_form import DerivativeForm, Widened
 
 
 @takes_options
@@ -178,7 +178,7 @@ def _rounded(x: View | None, dtype: str) -> View | None:
     return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
-def refusal(form: Form, name: str, reason: str) -> str:
+def refusal(form: DerivativeForm, name: str, reason: str) -> str:
     """Return why a pass cannot run, in terms of the caller's arrays."""
     if name in ("output", "products"):
         width = 2 * form.value_dim if name == "output" else form.product_width

@@ -126,9 +126,9 @@ def _add_launch(
         views = {spec.name: arrays[spec.name] for spec in engine.tensors}
         steps.attend_to(name, Attend(engine, views, part, call.given_stats, **values))
     else:
-        from .engine_form import Form
+        from .engine_form import EngineForm
 
-        form = Form(steps, part, engine, arrays, full_queries="seq_lens_q" in call.fills)
+        form = EngineForm(steps, part, engine, arrays, full_queries="seq_lens_q" in call.fills)
         form.prepare()
         steps.attend_to(name, Attend(engine, form.of_engine(), part, call.given_stats, **values))
         form.finish()

@@ -72,7 +72,7 @@ def _writes_empty_sequences(problem: Problem) -> bool:
     return problem.paged and sq == 1 and not excluded
 
 
-class Form:
+class EngineForm:
     """The views of one launch in the form that the engine needs; ``full_queries``: no query is padding, despite lengths."""
 
     def __init__(
