@@ -17,7 +17,7 @@ from .. import layout
 from ..core.problem.arrays import REQUESTED_GRADIENTS
 from .case import GRADIENTS, Case, Outcome
 from .data import build, call_options, dense_shape, dropout_options
-from .drawn_memory import Memory, fill_nan, memory_of, named_layout
+from .drawn_memory import DrawnMemory, fill_nan, memory_of, named_layout
 from .formats import dtype_of
 from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, on_host, rotated_queries, with_tree
 
@@ -87,7 +87,7 @@ class CaseRunner:
         self.deterministic: dict[str, Any] = {"deterministic": True} if "deterministic" in case.options else {}
         self.backward_options = self.deterministic | {name: True for name in GRADIENTS if name in case.options}
 
-    def allocate(self) -> Memory:
+    def allocate(self) -> DrawnMemory:
         """Allocate the arrays of the case, full of NaN."""
         case = self.case
         names = ["q", "k", "v", *(["dout"] if case.backward else []), *case.tangents.values()]
@@ -96,7 +96,7 @@ class CaseRunner:
             names += [*results, *(["jvp"] if case.tangents else [])]
         return memory_of(case, self.xp, names)
 
-    def load(self, memory: Memory, index: int) -> None:
+    def load(self, memory: DrawnMemory, index: int) -> None:
         """Copy a set of values into the arrays, and fill preallocated results with NaN."""
         data = self.data[index]
         arrays = {name: x for name, x in data.arrays.items() if name != "dout" or self.case.backward}
@@ -104,7 +104,7 @@ class CaseRunner:
         for name in set(memory.views) & set(RESULTS):
             fill_nan(memory.views[name])
 
-    def options(self, memory: Memory, index: int) -> dict[str, Any]:
+    def options(self, memory: DrawnMemory, index: int) -> dict[str, Any]:
         """Return the options of the forward call."""
         tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
         options = call_options(self.case, memory.views, tensors, index)
@@ -128,7 +128,7 @@ class CaseRunner:
         groups: dict[str, Any] = {"heads": case.hq if heads else None, "batch": case.b if entries else None}
         return cupy_sdpa.block_mask(mask_mod, case.sq, case.skv, tensors={"attends": attends}, **groups)
 
-    def call(self, memory: Memory, index: int, form: CallForm = GIVEN, *, again: bool = False) -> dict[str, Any]:
+    def call(self, memory: DrawnMemory, index: int, form: CallForm = GIVEN, *, again: bool = False) -> dict[str, Any]:
         """Make the calls of all passes, and return the results by name.
 
         ``again``: by other functions, which are ``attention_vjp``, ``prepare``, and ``widen`` before a derivative.
@@ -171,13 +171,13 @@ class CaseRunner:
             results |= self.gradients_by_name(gradients)
         return results
 
-    def cotangents(self, memory: Memory, form: CallForm = GIVEN) -> list[Any]:
+    def cotangents(self, memory: DrawnMemory, form: CallForm = GIVEN) -> list[Any]:
         """Return the gradients of the output and, if the case has it, of the log-sum-exp."""
         of_stats = self.case.options.get("dstats")
         dout = None if of_stats == "alone" else form.array(memory.views["dout"])
         return [dout] if of_stats is None else [dout, form.array(memory.views["dstats"])]
 
-    def _derivative(self, memory: Memory, options: dict[str, Any], form: CallForm, *, widen: bool) -> dict[str, Any]:
+    def _derivative(self, memory: DrawnMemory, options: dict[str, Any], form: CallForm, *, widen: bool) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
         views, stats, array = memory.views, "stats" in self.case.options, form.array
         q, k, v = (array(views[name]) for name in "qkv")
@@ -190,7 +190,7 @@ class CaseRunner:
         return dict(zip(("out", "jvp", "stats", "dstats"), results, strict=False))
 
     def forward(
-        self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: CallForm = GIVEN
+        self, function: Any, memory: DrawnMemory, options: dict[str, Any], index: int, form: CallForm = GIVEN
     ) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         case, data, views = self.case, self.data[index], memory.views
@@ -217,7 +217,7 @@ class CaseRunner:
             results |= {f"tensors[{name!r}]": array for name, array in gradients[-1].items()}
         return results
 
-    def reports(self, memory: Memory, index: int) -> list[Any]:
+    def reports(self, memory: DrawnMemory, index: int) -> list[Any]:
         """Return what ``explain`` says about each pass."""
         options, views = self.options(memory, index), memory.views
         q, k, v = (views[name] for name in "qkv")

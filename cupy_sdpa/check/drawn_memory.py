@@ -58,7 +58,7 @@ def fill_nan(array: Any) -> Any:
     return array
 
 
-class Memory:
+class DrawnMemory:
     """Named arrays of numpy or CuPy, ``views``, each of a larger array of NaN in ``parents``."""
 
     def __init__(self, xp: Any) -> None:
@@ -125,9 +125,9 @@ class Memory:
         return changed
 
 
-def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
+def memory_of(case: Case, xp: Any, names: Iterable[str]) -> DrawnMemory:
     """Allocate arrays of a case in its layouts, full of NaN; ``names`` names q, k, v, dout and the results."""
-    memory, dtype = Memory(xp), dtype_of(case.dtype)
+    memory, dtype = DrawnMemory(xp), dtype_of(case.dtype)
     if case.paged:
         memory.allocate_table("page_table", (case.skv // case.paged.page, case.b))
     elif case.layouts.get("q") == "qkv" and "packed" not in case.options:

@@ -14,7 +14,7 @@ from .calls import RESULTS, CaseRunner, other_form, plan
 from .case import Case, Outcome
 from .comparison import compare
 from .data import Data
-from .drawn_memory import Memory
+from .drawn_memory import DrawnMemory
 from .formats import dtype_of
 from .oracle import Inputs, Results
 from .routes import on_host, wrong_scale
@@ -127,7 +127,7 @@ class Comparison:
         if messages:
             yield f"{call}: {'; '.join(messages.values())}", ", ".join(messages)
 
-    def _of_memory(self, memory: Memory, inputs: dict[str, Any]) -> Iterator[Finding]:
+    def _of_memory(self, memory: DrawnMemory, inputs: dict[str, Any]) -> Iterator[Finding]:
         """Check that a call changed no input, from the bits before the call, and nothing around the results."""
         for name, before in inputs.items():
             if name not in RESULTS and not np.array_equal(before, memory.host_bits(name)):
@@ -136,7 +136,7 @@ class Comparison:
             if memory.surroundings_changed(name):
                 yield f"the call wrote outside {name}", name
 
-    def _of_sequences_alone(self, memory: Memory, results: dict[str, Any], index: int) -> Iterator[Finding]:
+    def _of_sequences_alone(self, memory: DrawnMemory, results: dict[str, Any], index: int) -> Iterator[Finding]:
         """Check that the first and the last sequence have the same bits alone, where the package states it."""
         runner, case = self.runner, self.case
         if case.b < 2 or case.layouts or not case.options.keys() <= WITH_BITS_ALONE:

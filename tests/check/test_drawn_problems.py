@@ -14,7 +14,7 @@ from cupy_sdpa.check.case import GRADIENTS, Paged, parse
 from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
-from cupy_sdpa.check.drawn_memory import Memory, memory_of
+from cupy_sdpa.check.drawn_memory import DrawnMemory, memory_of
 from cupy_sdpa.check.execute import Expected, execute
 from cupy_sdpa.check.oracle import Inputs, Results
 from cupy_sdpa.reference import MASKED
@@ -97,7 +97,7 @@ def test_parse_rejects_other_text(text):
 def test_a_slice_is_surrounded_by_nan():
     """Every layout gives a view with the requested shape and values, surrounded by NaN."""
     for layout in ("dhsb", "dshb+s*b", "bshd-d", "dhsb+d+h", "sdbh*s"):
-        memory = Memory(np)
+        memory = DrawnMemory(np)
         view = memory.allocate("q", (8, 2, 3, 4), np.float16, layout)
         values = np.arange(192, dtype=np.float16).reshape(8, 2, 3, 4)
         memory.load({"q": values})

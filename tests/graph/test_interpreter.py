@@ -331,11 +331,11 @@ def test_a_small_tile_has_its_memory_alone():
     memory["x"] = np.zeros(1)
     buffers.give("tile", memory)
     for number in range(buffers.SMALL_TILES - 1):
-        buffers.give(number, buffers.Memory())
+        buffers.give(number, buffers.TileMemory())
     assert buffers.take("tile") is memory
     buffers.give("tile", memory)
     for number in range(buffers.SMALL_TILES):
-        buffers.give(-1 - number, buffers.Memory())
+        buffers.give(-1 - number, buffers.TileMemory())
     assert not buffers.take("tile")
 
 

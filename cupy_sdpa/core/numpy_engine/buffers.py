@@ -37,7 +37,7 @@ def _references_of_unused() -> int:
 _UNUSED = _references_of_unused()
 
 
-class Memory(dict[str, Any]):
+class TileMemory(dict[str, Any]):
     """The results of a small tile's steps, which the steps of the next such tile overwrite.
 
     A step computes ``memory.setdefault(name, np.add(x, y, out=memory.get(name)))``, which allocates only once.
@@ -46,7 +46,7 @@ class Memory(dict[str, Any]):
     __slots__ = ()
 
 
-class NoMemory(Memory):
+class NoMemory(TileMemory):
     """The memory of a large tile: it keeps nothing."""
 
     __slots__ = ()
@@ -60,18 +60,18 @@ class _Buffers(threading.local):
     def __init__(self) -> None:
         self.all: list[NDArray[Any]] = []
         #: The unused memories of small tiles, the most recently used last.
-        self.small: dict[Hashable, Memory] = {}
+        self.small: dict[Hashable, TileMemory] = {}
 
 
 _buffers = _Buffers()
 
 
-def take(tile: Hashable) -> Memory:
+def take(tile: Hashable) -> TileMemory:
     """Return the memory of a small tile and remove it from the kept ones until :func:`give` returns it."""
-    return _buffers.small.pop(tile, None) or Memory()
+    return _buffers.small.pop(tile, None) or TileMemory()
 
 
-def give(tile: Hashable, memory: Memory) -> None:
+def give(tile: Hashable, memory: TileMemory) -> None:
     """Keep the memory of a small tile for the next such tile."""
     small = _buffers.small
     small[tile] = memory

@@ -36,7 +36,7 @@ from ..score_fn.modes import CONDITIONS, MODES
 from . import buffers
 from .axes import COLUMNS, ROWS
 from .bands import Masked
-from .buffers import Memory
+from .buffers import TileMemory
 from .fusion import Fused, exponentials, log_sum_exp, normalized
 from .row_check import Checked, RowCheck, checked
 from .steps import Compiler, Compute, steps_of
@@ -125,7 +125,7 @@ def _quotient(out: Array, a: Array, b: Array, total: Array) -> Array:
         return _divided(out, total, np)
     finite = np.isfinite(out).all(axis=-1, keepdims=True)
     out = _divided(out, total, np)
-    np.copyto(out, _product(_divided(a.copy(), total, np), b, Memory(), ""), where=~finite)
+    np.copyto(out, _product(_divided(a.copy(), total, np), b, TileMemory(), ""), where=~finite)
     return out
 
 
@@ -134,7 +134,7 @@ def _sums_name(weights: Tensor) -> str:
     return f"sums of {weights.name}"
 
 
-def _product(a: Array, b: Array, memory: Memory, name: str) -> Array:
+def _product(a: Array, b: Array, memory: TileMemory, name: str) -> Array:
     """Return ``a b`` for each batch item and head; heads that share a head of b are stacked into one matrix."""
     batch, heads, rows, terms = a.shape
     shared, columns = b.shape[1], b.shape[3]
@@ -160,7 +160,7 @@ def _product(a: Array, b: Array, memory: Memory, name: str) -> Array:
 _FEW_ROWS = 32
 
 
-def _sum_of_products(a: Array, b: Array, group: int, memory: Memory, name: str) -> Array:
+def _sum_of_products(a: Array, b: Array, group: int, memory: TileMemory, name: str) -> Array:
     """Return the sum of ``a b`` over each group of heads as one product of all their rows. ``a`` is a transposed matrix."""
     batch, heads, columns, rows = a.shape
     left = a.swapaxes(-1, -2).reshape(batch, heads // group, group * rows, columns).swapaxes(-1, -2)

@@ -251,7 +251,7 @@ class Tile:
         batch, heads, rows, columns, all_rows, all_columns, last, is_whole, lengths: see :class:`Place`.
         cache: the values of tensors without rows, which all tiles of the heads share.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
-        memory: the arrays that the steps of an earlier tile of the same size wrote; see :class:`.buffers.Memory`.
+        memory: the arrays that the steps of an earlier tile of the same size wrote; see :class:`.buffers.TileMemory`.
     """
 
     __slots__ = (
@@ -263,7 +263,7 @@ class Tile:
         self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns = place[:6]
         self.last, self.is_whole, self.lengths = place[6:]
         self.run, self.cache = run, cache
-        self.memory: buffers.Memory = _NO_MEMORY
+        self.memory: buffers.TileMemory = _NO_MEMORY
         self.values: dict[str, Any] = {**run.scalars}
         if self.is_whole:
             for name in run.direct:
