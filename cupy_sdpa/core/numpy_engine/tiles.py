@@ -37,7 +37,7 @@ _NO_MEMORY = buffers.NoMemory()
 _DTYPES = {name: np.dtype(name) for name in ("float32", "float64")}
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """A block of rows and columns, for some heads of some batch items.
 
     Attributes:
@@ -120,14 +120,14 @@ class Analysis:
         self.narrow = _narrow_products(graph)
         self.inputs = {t.name: t for t in graph.by_role("input")}
         self.direct = [n for n, t in self.inputs.items() if t.dtype == graph.compute_dtype and n not in self.packed]
-        self._places: dict[tuple[bool, int], list[Place]] = {}
+        self._places: dict[tuple[bool, int], list[TilePlace]] = {}
 
     @functools.cached_property
     def fused_nodes(self) -> list[Node]:
         """The nodes for CuPy arrays, with pointwise nodes fused."""
         return fuse(self._graph)
 
-    def places(self, on_gpu: bool) -> list[Place]:
+    def places(self, on_gpu: bool) -> list[TilePlace]:
         """Return the places of all tiles, and keep them; batch items must not have their own lengths."""
         elements = GPU_TILE_ELEMENTS if on_gpu else TILE_ELEMENTS
         found = self._places.get((on_gpu, elements))
@@ -140,7 +140,7 @@ class Analysis:
             self._places[on_gpu, elements] = found
         return found
 
-    def places_of(self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool) -> Iterator[Place]:
+    def places_of(self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool) -> Iterator[TilePlace]:
         """Yield the places of some batch items' tiles, in the order of heads and rows."""
         heads = self.shape[1]
         step, tile_heads, _ = self.block(rows, columns, on_gpu=on_gpu)
@@ -151,7 +151,7 @@ class Analysis:
                 visible = _visible_columns(bounds, part, every) if bounds and columns > 1 else every
                 block = (batch, range(h, min(heads, h + tile_heads)), part, visible)
                 lengths = (*map(len, block),)
-                yield Place(*block, rows, columns, part.stop >= rows, lengths == self.shape, (*lengths, rows, columns))
+                yield TilePlace(*block, rows, columns, part.stop >= rows, lengths == self.shape, (*lengths, rows, columns))
 
     def block(self, rows: int, columns: int, *, on_gpu: bool) -> tuple[int, int, int]:
         """Return how many rows, heads and batch items a tile has."""
@@ -226,7 +226,7 @@ class Evaluation:
                 cache = {}  # these heads' keys and values: the same for every block of queries
             yield Tile(self, place, cache)
 
-    def _places_by_entry(self) -> Iterator[Place]:
+    def _places_by_entry(self) -> Iterator[TilePlace]:
         """Yield the places of all tiles, with each batch item's lengths."""
         analysis, on_gpu = self.analysis, self.xp is not np
         batch, _, rows, columns = analysis.shape
@@ -248,7 +248,7 @@ class Tile:
     """A place, and the tensors' values there: arrays with four axes.
 
     Attributes:
-        batch, heads, rows, columns, all_rows, all_columns, last, is_whole, lengths: see :class:`Place`.
+        batch, heads, rows, columns, all_rows, all_columns, last, is_whole, lengths: see :class:`TilePlace`.
         cache: the values of tensors without rows, which all tiles of the heads share.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
         memory: the arrays that the steps of an earlier tile of the same size wrote; see :class:`.buffers.TileMemory`.
@@ -259,7 +259,7 @@ class Tile:
         "values",
     )  # fmt: skip
 
-    def __init__(self, run: Evaluation, place: Place, cache: dict[str, Array]) -> None:
+    def __init__(self, run: Evaluation, place: TilePlace, cache: dict[str, Array]) -> None:
         self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns = place[:6]
         self.last, self.is_whole, self.lengths = place[6:]
         self.run, self.cache = run, cache
