@@ -11,7 +11,7 @@ from ..problem.arrays import has_score_axes
 from ..problem.problem import Problem
 from .attention_forward import Dropout, compute_dtype
 from .nodes import SCORE_GRADIENT, WEIGHTS, Graph, GraphBuilder, Tensor
-from .operands import HEAD_AXES, SCORE_AXES, STATS_AXES, TRANSPOSED_AXES, Operands, operand
+from .operands import HEAD_AXES, SCORE_AXES, STATS_AXES, TRANSPOSED_AXES, GraphOperands, operand
 from .scores import ScoreFunction, Scores, partial_tiles
 
 
@@ -52,7 +52,7 @@ class _Backward:
 
     def __init__(self, problem: Problem, guards: frozenset[str]) -> None:
         self.problem, self.guards = problem, guards
-        self.g, self.operands = GraphBuilder(compute_dtype(problem)), Operands(problem)
+        self.g, self.operands = GraphBuilder(compute_dtype(problem)), GraphOperands(problem)
         self.scores = Scores(self.g, self.operands)
         self.q, self.kt = self.operands("q"), self.operands("k", TRANSPOSED_AXES)
         self.dout, self.stats = self.operands("dout"), self.operands("stats", STATS_AXES)

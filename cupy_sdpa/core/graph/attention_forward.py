@@ -12,7 +12,7 @@ from ..problem.arrays import SEEDS
 from ..problem.problem import Problem, row_stats_dtype
 from ..problem.tensor_spec import FP8_LARGEST
 from .nodes import WEIGHTS, Bernoulli, Graph, GraphBuilder, Shape, Tensor
-from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, Operands, operand
+from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, GraphOperands, operand
 from .scores import Scores, partial_tiles
 
 
@@ -24,7 +24,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     the indices of keys and heads from memory, and broadcasts all other inputs of the scores along the keys. ``no-split``
     excludes the kernel that splits the keys.
     """
-    g, operands = GraphBuilder(compute_dtype(problem)), Operands(problem, full_keys="positions" in guards)
+    g, operands = GraphBuilder(compute_dtype(problem)), GraphOperands(problem, full_keys="positions" in guards)
     q, out, scores = operands("q"), operands("out"), Scores(g, operands)
     kt, v = _keys_and_values(g, operands, scores.keys)
     # S = Q Kᵀ                              (B, Hq, Sq, Skv)
@@ -56,7 +56,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     return g.graph(no_split="no-split" in guards)
 
 
-def _store_fp8(g: GraphBuilder, operands: Operands, o: Tensor, out: Tensor) -> None:
+def _store_fp8(g: GraphBuilder, operands: GraphOperands, o: Tensor, out: Tensor) -> None:
     """Add the output of FP8 arrays, divided by P's scale and multiplied by v's and out's, and its largest magnitude.
 
     cuDNN requires all of these steps; the largest magnitude is taken before ``scale_out``.
@@ -69,7 +69,7 @@ def _store_fp8(g: GraphBuilder, operands: Operands, o: Tensor, out: Tensor) -> N
     g.reduction("amax_out = max |O₃|", o, operands.factor("amax_out"), amax=True)
 
 
-def _keys_and_values(g: GraphBuilder, operands: Operands, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def _keys_and_values(g: GraphBuilder, operands: GraphOperands, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """``Kᵀ`` and ``V``: the arrays, or their rows in the pages of each sequence."""
     table = operands.optional("page_table", TABLE_AXES)
     if table is None:
@@ -82,7 +82,7 @@ def _keys_and_values(g: GraphBuilder, operands: Operands, lengths: Tensor | None
 class Dropout:
     """Dropout of the softmax weights, ``(B, Hq, Sq, Skv)``, with probability p."""
 
-    def __init__(self, g: GraphBuilder, operands: Operands, shape: Shape) -> None:
+    def __init__(self, g: GraphBuilder, operands: GraphOperands, shape: Shape) -> None:
         probability = operands.problem.settings.dropout
         self.g = g
         self.scale = g.scalar("1/(1−p)", g.compute_dtype, value=1 / (1 - probability))
@@ -97,7 +97,7 @@ class Dropout:
         formula = f"{name} / (1 − p)"
         return self.g.pointwise(formula, "mul", x, self.scale, out=formula.replace(" ", ""), dtype=dtype)
 
-    def _random(self, operands: Operands, shape: Shape, probability: float) -> Tensor:
+    def _random(self, operands: GraphOperands, shape: Shape, probability: float) -> Tensor:
         """R from random numbers; stored if the problem returns it."""
         seed, offset = (operand(operands.specs[name], BATCH_AXES, "input") for name in SEEDS)
         stored = operands.problem.rng_dump

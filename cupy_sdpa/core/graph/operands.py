@@ -39,7 +39,7 @@ def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, (*strides,), axes)
 
 
-class Operands:
+class GraphOperands:
     """The tensors of a problem.
 
     With ``full_keys`` every input with the axes of the scores is broadcast along the keys, by stride 0, and the indices of keys

@@ -18,7 +18,7 @@ from ..score_fn.proxy import Value
 from ..score_fn.tracer import FunctionTracer
 from .emit import UNBOUNDED, Emitter, is_repeated
 from .nodes import GraphBuilder, Tensor
-from .operands import Operands
+from .operands import GraphOperands
 
 #: The modes with which a score function may mask a score.
 _MAY_MASK = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
@@ -41,7 +41,7 @@ class Scores:
         queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch item; None if they are equal for all batch items.
     """
 
-    def __init__(self, g: GraphBuilder, operands: Operands) -> None:
+    def __init__(self, g: GraphBuilder, operands: GraphOperands) -> None:
         self.g, self.operands, self.problem = g, operands, operands.problem
         self.settings, self.band = self.problem.settings, self.problem.band
         self.program = self.settings.program or EMPTY_EXPRESSION
