@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-class Writer(Protocol):
+class RuleWriter(Protocol):
     """What rules use of :class:`.expression.Writer`, which imports the table of modes, and that these rules."""
 
     steps: list[Any]
@@ -50,7 +50,7 @@ class Adjoint(NamedTuple):
 class AdjointArithmetic:
     """Arithmetic on gradients, for the rules; the writer appends the steps."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: RuleWriter) -> None:
         self.writer = writer
 
     def step(self, g: Adjoint) -> int:

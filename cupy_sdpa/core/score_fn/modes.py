@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .adjoints import Rule, Writer, of_abs, of_div, of_erf, of_mod, of_mul, of_none, of_pow, of_select, of_tan
+from .adjoints import Rule, RuleWriter, of_abs, of_div, of_erf, of_mod, of_mul, of_none, of_pow, of_select, of_tan
 
 
 class Mode(NamedTuple):
@@ -52,7 +52,7 @@ class Mode(NamedTuple):
 # Compositions: they are accurate for small operands, and overflow only if the result does.
 
 
-def _log1p(w: Writer, x: int) -> int:
+def _log1p(w: RuleWriter, x: int) -> int:
     # log u + (x - (u - 1)) / u with u = 1 + x: the second term restores what rounding u loses of x (as in GSL's gsl_log1p)
     one = w.constant(1.0)
     u = w.add("add", x, one)
@@ -62,13 +62,13 @@ def _log1p(w: Writer, x: int) -> int:
     return w.add("binary_select", w.add("add", log, correction), log, w.add("cmp_neq", x, rounded))
 
 
-def _expm1(w: Writer, x: int) -> int:
+def _expm1(w: RuleWriter, x: int) -> int:
     # tanh(x / 2) (exp(x) + 1)
     half = w.add("tanh_fwd", w.add("mul", x, w.constant(0.5)))
     return w.add("mul", half, w.add("add", w.add("exp", x), w.constant(1.0)))
 
 
-def _hypot(w: Writer, x: int, b: int) -> int:
+def _hypot(w: RuleWriter, x: int, b: int) -> int:
     # m sqrt(1 + r^2) with m = max(|x|, |b|) and r = min(|x|, |b|) / m
     sides = w.add("abs", x), w.add("abs", b)
     longest, zero = w.add("max", *sides), w.constant(0.0)
@@ -76,7 +76,7 @@ def _hypot(w: Writer, x: int, b: int) -> int:
     return w.add("mul", longest, w.add("sqrt", w.add("add", w.add("mul", ratio, ratio), w.constant(1.0))))
 
 
-def _atan(w: Writer, x: int) -> int:
+def _atan(w: RuleWriter, x: int) -> int:
     # y + sin(atan x - y) twice, with y = 2 u / (1 + 9/32 u^2) and u = tan(atan(x) / 2): errors of 1e-2, 2e-7 and 1e-21
     one, most = w.constant(1.0), 1e15
     x = w.add("max", w.add("min", x, w.constant(most)), w.constant(-most))
