@@ -20,7 +20,7 @@ from .block_positions import MovableFunction, Positions, of_copies, of_entries, 
 from .blocks import BLOCK, copy_blocks, copy_elements
 from .entries import Entries, PackedCopies, Sizes, Tables, attends, packed_copies, rectangles, sources
 from .method import as_pages, flattened, gradient_function, is_attended, method_of
-from .segments import Packed, Slice, gradient_slices
+from .segments import Packed, SegmentSlice, gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -225,7 +225,7 @@ def _packed(parts: _Parts, arrays: Arrays, packed: Packed) -> None:
         builder.copy(target, source)
 
 
-def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[Slice]) -> None:
+def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[SegmentSlice]) -> None:
     """Every segment as a call on slices of the arrays; for gradients the one with most keys first.
 
     The first result of a position is written in place, and further ones are added to it.

@@ -17,7 +17,7 @@ from ..extend.functions import AXES, record, trace
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, Sizes
-from .segments import Packed, Slice
+from .segments import Packed, SegmentSlice
 
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
 _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))
@@ -46,7 +46,7 @@ def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
     return _positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, mask)
 
 
-def of_slice(part: Slice, mask: BlockMask, sizes: Sizes) -> Positions:
+def of_slice(part: SegmentSlice, mask: BlockMask, sizes: Sizes) -> Positions:
     """Return the positions of a slice of every batch item."""
     zeros = np.zeros(sizes.batch, np.int64)
     return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)

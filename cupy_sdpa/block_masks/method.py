@@ -29,7 +29,7 @@ class Method(NamedTuple):
     """
 
     packed: segments.Packed | None
-    slices: list[segments.Slice] | None
+    slices: list[segments.SegmentSlice] | None
     blocks: Any
     cost: float
 
@@ -54,7 +54,7 @@ def choose(mask: BlockMask, sizes: Sizes) -> Method:
     repeats = sizes.batch // mask.batch
     blocks = block_cost(mask)
     if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
-        return Method(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
+        return Method(None, [segments.SegmentSlice(0, mask.sq, 0, mask.skv, None)], None, blocks)
     if mask.segments is not None and (cost := sum(map(segments.cost, mask.segments))) <= blocks:
         slices = segments.slices(mask.segments[0]) if mask.batch == 1 else None
         packed = segments.packed(list(mask.segments) * repeats, mask.sq, mask.skv)

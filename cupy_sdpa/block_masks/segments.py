@@ -208,7 +208,7 @@ def packed(entries: Sequence[Segments], sq: int, skv: int) -> Packed | None:
     return Packed(q, kv, longest_q, longest_kv, band)
 
 
-class Slice(NamedTuple):
+class SegmentSlice(NamedTuple):
     """A segment as a call on slices of the arrays: queries ``q0`` to ``q1``, keys ``k0`` to ``k1``, with a band."""
 
     q0: int
@@ -218,7 +218,7 @@ class Slice(NamedTuple):
     band: Band | None
 
 
-def slices(entry: Segments) -> list[Slice] | None:
+def slices(entry: Segments) -> list[SegmentSlice] | None:
     """Return the segments of a batch item as calls on slices; None if there are too many, or a segment has no band.
 
     None also for a segment of one query and one key: cuDNN cannot read the positions, which are integers, in such a call.
@@ -236,21 +236,21 @@ def slices(entry: Segments) -> list[Slice] | None:
                 band = local_band(segment, *sides, bottom_right)
             except ValueError:
                 continue
-            found.append(Slice(segment.q0, segment.q1, segment.first.key, segment.end.key, band))
+            found.append(SegmentSlice(segment.q0, segment.q1, segment.first.key, segment.end.key, band))
             break
         else:
             return None
     return found
 
 
-def gradient_slices(parts: Sequence[Slice]) -> list[Slice]:
+def gradient_slices(parts: Sequence[SegmentSlice]) -> list[SegmentSlice]:
     """Return the slices of the backward pass, with diagonals from the top left wherever possible.
 
     cuDNN's backward kernels compute all tiles of a mask from the bottom right. The first keys of such a slice, to which all
     its queries attend, and the other keys are separate slices; the log-sum-exp covers all keys, so nothing is merged. Slices of
     consecutive queries with the same keys become one.
     """
-    found: list[Slice] = []
+    found: list[SegmentSlice] = []
     for part in parts:
         q0, q1, k0, k1, band = part
         common = (k1 - k0) - (q1 - q0)
@@ -258,8 +258,8 @@ def gradient_slices(parts: Sequence[Slice]) -> list[Slice]:
         several = q1 - q0 > 1  # the last keys of a single query would be one key
         if several and band is not None and band.bottom_right and band.left is None and band.right is not None and common >= 0:
             split = k0 + common
-            pieces = [Slice(q0, q1, k0, split, None)] * (common > 0)
-            pieces.append(Slice(q0, q1, split, k1, Band(None, band.right)))
+            pieces = [SegmentSlice(q0, q1, k0, split, None)] * (common > 0)
+            pieces.append(SegmentSlice(q0, q1, split, k1, Band(None, band.right)))
         for piece in pieces:
             before = next((x for x in found if x[1:] == (piece.q0, piece.k0, piece.k1, None) and piece.band is None), None)
             if before is None:
