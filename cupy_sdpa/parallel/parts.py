@@ -20,7 +20,7 @@ from ..extend.options import Band
 from .shards import Interval, Layout
 
 
-class Tile(NamedTuple):
+class CallTile(NamedTuple):
     """A rectangle that one call computes.
 
     Attributes:
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     first: tuple[int, int]
 
 
-def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, aligned: bool = True) -> Tile | None:
+def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, aligned: bool = True) -> CallTile | None:
     """Return the visible part of a rectangle; None if no query attends to a key.
 
     Args:
@@ -47,9 +47,9 @@ def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, al
 
     >>> band = Band(right=0)                                 # causal
     >>> tile(Interval(2, 4, 0), Interval(0, 2, 0), 0, band)  # the keys are before the queries
-    Tile(rows=(0, 2), keys=(0, 2), band=None, first=(2, 0))
+    CallTile(rows=(0, 2), keys=(0, 2), band=None, first=(2, 0))
     >>> tile(Interval(2, 4, 0), Interval(0, 8, 0), 0, band)
-    Tile(rows=(0, 2), keys=(0, 4), band=Band(left=None, right=0, bottom_right=True), first=(2, 0))
+    CallTile(rows=(0, 2), keys=(0, 4), band=Band(left=None, right=0, bottom_right=True), first=(2, 0))
     >>> tile(Interval(2, 4, 0), Interval(4, 8, 0), 0, band)
     """
     (a, e, row_offset), (c, f, key_offset) = rows, keys
@@ -62,7 +62,7 @@ def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, al
         a = a if right is None else max(a, low - diagonal - right)
         e = e if left is None else min(e, high - diagonal + left)
     ranges = (row_offset + a - rows.start, row_offset + e - rows.start), (key_offset + low - c, key_offset + high - c)
-    return Tile(*ranges, _local_band(e - a, high - low, a + diagonal - low, left, right, aligned), (a, low))
+    return CallTile(*ranges, _local_band(e - a, high - low, a + diagonal - low, left, right, aligned), (a, low))
 
 
 def _local_band(n: int, m: int, shift: int, left: int | None, right: int | None, aligned: bool) -> Band | None:
@@ -82,7 +82,7 @@ def tiles(
     joined: bool,
     aligned: bool = True,
     cut: bool = False,
-) -> list[Tile]:
+) -> list[CallTile]:
     """Return the rectangles of a member's queries and some keys of one sequence.
 
     Args:
@@ -259,7 +259,7 @@ def parts(
     An option that is ``positional`` needs calls of one rectangle of one sequence each. For the other arguments
     see :func:`tiles`.
     """
-    groups: dict[Any, list[tuple[int, Tile]]] = {}
+    groups: dict[Any, list[tuple[int, CallTile]]] = {}
     for b, (rows, own, diagonal) in enumerate(zip(queries.intervals(rank), keys, diagonals, strict=True)):
         for tile in tiles(rows, own, diagonal, band, joined=not positional, aligned=aligned, cut=cut):
             key = tile.band if queries.packed and not positional else (b, tile.first)
@@ -282,9 +282,9 @@ def parts(
     return made
 
 
-def _without_repeats(found: Sequence[tuple[int, Tile]]) -> list[list[tuple[int, Tile]]]:
+def _without_repeats(found: Sequence[tuple[int, CallTile]]) -> list[list[tuple[int, CallTile]]]:
     """Split packed tiles so that the ranges of queries and of keys increase and do not overlap within each list."""
-    lists: list[list[tuple[int, Tile]]] = []
+    lists: list[list[tuple[int, CallTile]]] = []
     for b, tile in found:
         for some in lists:
             _, last = some[-1]
