@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupy_sdpa.core.cudnn.constants import AttributeName, DescriptorType, HeurMode, KnobType
-from cupy_sdpa.core.cudnn.library import Library
+from cupy_sdpa.core.cudnn.library import CudnnLibrary
 
 from .device import ILLEGAL_ADDRESS, POISON, CUDARuntimeError, Device, Work
 from .program import Program, Read
@@ -83,7 +83,7 @@ class Execution:
     config: Config
 
 
-class FakeLibrary(Library):
+class FakeLibrary(CudnnLibrary):
     """A replacement of the loaded cuDNN that imitates version 9.19.
 
     Attributes:

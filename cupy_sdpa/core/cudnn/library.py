@@ -50,7 +50,7 @@ class _DlInfo(ctypes.Structure):
     _fields_ = (("dli_fname", c_char_p), ("dli_fbase", c_void_p), ("dli_sname", c_char_p), ("dli_saddr", c_void_p))
 
 
-class Library:
+class CudnnLibrary:
     """A loaded cuDNN. Its attributes include the functions, by their C names.
 
     ``version`` 91900 is 9.19.0; ``cudart_version`` 12090 is CUDA 12.9, with which this cuDNN was built; ``found_via`` says how
@@ -203,25 +203,25 @@ def _from_light_wheel() -> ctypes.CDLL:
     return ctypes.CDLL(str(found))
 
 
-def _load() -> Library:
+def _load() -> CudnnLibrary:
     loaded = _already_loaded()
     if path := os.environ.get(OVERRIDE):
-        present = Library(loaded, "already loaded").path if loaded else None
+        present = CudnnLibrary(loaded, "already loaded").path if loaded else None
         if present and present != os.path.realpath(path):
             raise CudnnError(
                 f"{OVERRIDE} is {path}, but this process has already loaded {present}: "
                 f"unset {OVERRIDE}, or use cupy_sdpa before the package that loaded the other one"
             )
         try:
-            return Library(ctypes.CDLL(path), f"{OVERRIDE}={path}")
+            return CudnnLibrary(ctypes.CDLL(path), f"{OVERRIDE}={path}")
         except (OSError, AttributeError) as error:  # not a library, or not cuDNN
             raise _not_found({f"{OVERRIDE}={path}": error}) from error
     if loaded is not None:
-        return Library(loaded, "already loaded in this process")
+        return CudnnLibrary(loaded, "already loaded in this process")
     outcomes: dict[str, str | Exception] = {"already loaded in this process": "no"}
     for name, place, find in _PLACES:
         try:
-            return Library(find(), name)
+            return CudnnLibrary(find(), name)
         except Exception as error:  # pathfinder's own classes, OSError, AttributeError
             outcomes[f"{name} ({place})"] = error
     raise _not_found(outcomes)
@@ -247,7 +247,7 @@ def _not_found(outcomes: Mapping[str, str | Exception]) -> CudnnError:
     )
 
 
-_library: Library | None = None
+_library: CudnnLibrary | None = None
 _loading = threading.Lock()
 
 
@@ -261,7 +261,7 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def library() -> Library:
+def library() -> CudnnLibrary:
     """Return the cuDNN of this process, loaded on first use.
 
     If ``CUPY_SDPA_CUDNN`` is set, this file is loaded and no other place is searched. Otherwise a libcudnn that the process has
