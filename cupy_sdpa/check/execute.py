@@ -37,7 +37,7 @@ PER_ENTRY = ("mask", "bias", "seq_lens_q", "seq_lens_kv")
 ALONE = ("out", "stats", "max", "sum_exp", "dq", "dk", "dv")
 
 
-class Expected:
+class ExpectedResults:
     """The expected results of one set of values: in float64, and of a naive computation in the precision of the arrays.
 
     For every result, also the error that rounding may cause, and which elements must equal the truth.
@@ -83,7 +83,7 @@ class Comparison:
         self.runner, self.case, paged = runner, runner.case, runner.case.paged
         splits = f"num_splits={paged.num_splits}" if paged and paged.num_splits else ""
         self.reproducible = "deterministic=True" if "deterministic" in self.case.options else splits
-        self.expected: dict[int, Expected] = {}
+        self.expected: dict[int, ExpectedResults] = {}
         self.first_results: dict[int, dict[str, Any]] = {}
 
     def findings(self) -> Iterator[Finding]:
@@ -167,13 +167,13 @@ class Comparison:
                 if alone.tobytes("F") != beside.tobytes("F"):
                     yield f"the bits of {name} of sequence {entry} depend on the rest of the batch", name
 
-    def _expected(self, index: int) -> Expected:
+    def _expected(self, index: int) -> ExpectedResults:
         """Return the expected results of a set of values; the dropout mask is read from the engine."""
         if index not in self.expected:
             data, dropout = self.runner.data[index], self.case.dropout
             if dropout and dropout.source != "mask":
                 data.keep = self.runner.dropout_mask(index)
-            self.expected[index] = Expected(data)
+            self.expected[index] = ExpectedResults(data)
         return self.expected[index]
 
 

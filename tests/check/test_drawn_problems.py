@@ -15,7 +15,7 @@ from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import DrawnMemory, memory_of
-from cupy_sdpa.check.execute import Expected, execute
+from cupy_sdpa.check.execute import ExpectedResults, execute
 from cupy_sdpa.check.oracle import Inputs, Results
 from cupy_sdpa.reference import MASKED
 
@@ -239,7 +239,7 @@ def test_rows_masked_by_finite_values():
     case = Case(dtype="float64", sq=3, skv=4, backward=True, options={"bias": ("kq11", "float32", "normal")})
     data = build(case, 0)
     data.arrays["bias"][:, 1] = 2 * MASKED
-    wanted = Expected(data)
+    wanted = ExpectedResults(data)
     assert np.isneginf(wanted.truth.values["stats"][1]).all()
     assert wanted.exact["out"][:, :, 1].all()
     assert not wanted.truth.values["out"][:, :, 1].any()
