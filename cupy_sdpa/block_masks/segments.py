@@ -21,7 +21,7 @@ from .evaluate import Rows
 MAX_SLICES = 4
 
 
-class Bound(NamedTuple):
+class KeyBound(NamedTuple):
     """One end of the keys of a segment's queries.
 
     Attributes:
@@ -42,8 +42,8 @@ class Segment(NamedTuple):
 
     q0: int
     q1: int
-    first: Bound
-    end: Bound
+    first: KeyBound
+    end: KeyBound
 
 
 class Segments(NamedTuple):
@@ -93,13 +93,13 @@ def _distance(distance: NDArray[np.int64], moving: NDArray[np.bool_]) -> int | N
     return int(values[counts.argmax()]) if len(values) else None
 
 
-def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | None) -> Bound | None:
+def _extended(side: KeyBound | None, i: int, bounds: list[int], band: list[int] | None) -> KeyBound | None:
     """Return a segment's bound with one more row: its key is ``bounds[i]``, the band's is ``band[i]``; None for no bound."""
     key = bounds[i]
     moves = band is not None and key >= band[i]
     clipped = band is not None and key > band[i]
     if side is None:
-        return Bound(key, True, moves, not moves or clipped)
+        return KeyBound(key, True, moves, not moves or clipped)
     fixed = side.fixed and key == side.key
     moves = moves and side.moves
     if moves and clipped:
@@ -109,8 +109,8 @@ def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | N
         moves = moves and (side.key <= key or not side.exact)
         exact, known = side.exact, side.key if side.exact else min(side.key, key)
     if fixed:
-        return Bound(key, True, moves, exact)
-    return Bound(known, False, True, exact) if moves else None
+        return KeyBound(key, True, moves, exact)
+    return KeyBound(known, False, True, exact) if moves else None
 
 
 def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, int | None] | None:
