@@ -14,7 +14,7 @@ from ..extend.options import check_converted, keep_recent, read_compute_dtype
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
-from .group_arguments import Offsets, configure, key_of, read_member_operands
+from .group_arguments import HostOffsets, configure, key_of, read_member_operands
 from .group_report import choose
 from .member import Member
 
@@ -116,7 +116,7 @@ class Parser:
         """Return the call of this member."""
         arrays = key.named()
         options: dict[str, Any] = {
-            name: value.array if isinstance(value, Offsets) else value for name, value in key.options.items()
+            name: value.array if isinstance(value, HostOffsets) else value for name, value in key.options.items()
         }
         dtype = options.pop("compute_dtype", None)
         operands = read_member_operands(arrays, options)

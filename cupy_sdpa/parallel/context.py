@@ -30,7 +30,7 @@ from .agreement import Agreement, Parser, decided_options
 from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
-from .group_arguments import Offsets, abbreviated, packed_lengths, read_length
+from .group_arguments import HostOffsets, abbreviated, packed_lengths, read_length
 from .group_report import ParallelReport, report
 from .member_steps import MemberSteps
 from .shards import Layout
@@ -358,7 +358,7 @@ class ContextParallel:
 def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options with the values of the offsets of packed sequences in the key of the call."""
     if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
-        return {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
+        return {name: HostOffsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
     return options
 
 

@@ -33,7 +33,7 @@ from .positions import functions_of
 from .shards import Layout
 
 
-class Offsets:
+class HostOffsets:
     """The offsets of packed sequences, which are read on the host: part of a call's key."""
 
     def __init__(self, value: Any) -> None:
