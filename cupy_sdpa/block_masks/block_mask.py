@@ -29,7 +29,17 @@ from .block_size import (
     with_exact_kinds,
 )
 from .blocks import BLOCK
-from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks, partial_blocks
+from .evaluate import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    MaskFunction,
+    Rows,
+    answers_flex_attention,
+    evaluate,
+    evaluate_blocks,
+    partial_blocks,
+)
 
 #: What :func:`numbers_of` returns for full and empty blocks, instead of the number of a partial block.
 ALL, NONE = -1, -2
@@ -87,7 +97,7 @@ def block_mask(
     check_function("mask_mod", mask_mod)
     size, lengths = read_block(block), [read_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
     groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
-    function = Function(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
+    function = MaskFunction(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
     rows: dict[tuple[int, int], Rows] = {}
     for h, b in np.ndindex(*groups):
@@ -216,7 +226,7 @@ class BlockMask(NoArray):
         tiles = partial_blocks(kinds)
         bits = np.zeros((len(tiles), BLOCK * BLOCK // 8), np.uint8)
         if mask_mod is not None:
-            function = Function(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
+            function = MaskFunction(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
             bits = evaluate_blocks(function, tiles, *lengths)
         if min(size) < BLOCK:
             bits = with_blocks(bits, tiles, listed, whole, size, (lengths[0], lengths[1]))

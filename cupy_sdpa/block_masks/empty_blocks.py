@@ -12,7 +12,7 @@ from ..extend.arrays import plain
 from ..extend.functions import Sides
 from ..extend.options import Band
 from .blocks import BLOCK
-from .evaluate import Function, evaluate_blocks
+from .evaluate import MaskFunction, evaluate_blocks
 from .method import blocks_of_band
 
 #: The number of blocks that are evaluated. If there are more, they are drawn at random: the share is then right to about 2 %.
@@ -37,7 +37,7 @@ def describe_empty_blocks(
     numbers = np.arange(every) if every <= EVALUATED else np.random.default_rng(0).choice(every, EVALUATED, replace=False)
     places, head, entry = np.unravel_index(numbers, (len(computed), heads, batch))
     blocks = np.column_stack([computed[places], head, entry]).astype(np.int32)
-    function = Function(mask_mod, _taken(mask_mod, tensors), per_head=True, per_entry=True)
+    function = MaskFunction(mask_mod, _taken(mask_mod, tensors), per_head=True, per_entry=True)
     empty = ~evaluate_blocks(function, blocks, sq, skv).any(axis=1)
     share = float(empty.mean()) if every else 0.0
     percent = f"{'' if every <= EVALUATED else 'about '}{100 * share:.0f} %"

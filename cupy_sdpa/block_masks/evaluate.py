@@ -68,7 +68,7 @@ class Rows(NamedTuple):
     number: NDArray[np.int64]
 
 
-class Function:
+class MaskFunction:
     """A mask function ``f(b, h, q_idx, kv_idx, **tensors) -> condition`` with its arrays, all numpy or all CuPy.
 
     Attributes:
@@ -211,7 +211,7 @@ def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
     return list(arrays)
 
 
-def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], Rows]:
+def evaluate(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], Rows]:
     """Return the kinds of all blocks of one head and batch item, ``(key blocks, query blocks)``, and the keys of every query.
 
     The function is evaluated on some rows of tiles at a time.
@@ -250,7 +250,7 @@ def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64
     return (sums, found) if xp is np else (cupy_runtime.cupy().asnumpy(sums), cupy_runtime.cupy().asnumpy(found))
 
 
-def evaluate_blocks(function: Function, blocks: NDArray[np.int32], sq: int, skv: int) -> NDArray[np.uint8]:
+def evaluate_blocks(function: MaskFunction, blocks: NDArray[np.int32], sq: int, skv: int) -> NDArray[np.uint8]:
     """Return the bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
 
     The blocks are int32 ``(n, 4)``: key block, query block, head and batch item. Pairs after the lengths get the bit 0.
