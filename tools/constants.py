@@ -118,18 +118,18 @@ def render(enums: dict[str, dict[str, int]], version: int) -> str:
         f"HEADER_VERSION = {version}",
         "",
         "",
-        "class Constant(IntEnum):",
+        "class CudnnConstant(IntEnum):",
         '    """A constant of the C API."""',
         "",
         "",
-        "def name_of(enum: type[Constant], value: int) -> str | None:",
+        "def name_of(enum: type[CudnnConstant], value: int) -> str | None:",
         '    """The name of a value, or None where it is newer than this table."""',
         "    return enum._value2member_map_[value].name if value in enum._value2member_map_ else None",
     ]
     used = words()
     for c_enum, whole in ENUMS.items():
         enum, common = python_name(c_enum), prefix([*enums[c_enum]])
-        lines += ["", "", f"class {enum}(Constant):"]
+        lines += ["", "", f"class {enum}(CudnnConstant):"]
         lines += [f'    """``{c_enum}``: constants begin with ``{common}``."""', ""]
         for c_name, value in enums[c_enum].items():
             name = c_name.removeprefix(common)

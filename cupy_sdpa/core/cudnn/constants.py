@@ -10,23 +10,23 @@ from enum import IntEnum
 HEADER_VERSION = 92800
 
 
-class Constant(IntEnum):
+class CudnnConstant(IntEnum):
     """A constant of the C API."""
 
 
-def name_of(enum: type[Constant], value: int) -> str | None:
+def name_of(enum: type[CudnnConstant], value: int) -> str | None:
     """The name of a value, or None where it is newer than this table."""
     return enum._value2member_map_[value].name if value in enum._value2member_map_ else None
 
 
-class Status(Constant):
+class Status(CudnnConstant):
     """``cudnnStatus_t``: constants begin with ``CUDNN_STATUS_``."""
 
     INTERNAL_ERROR_HOST_ALLOCATION_FAILED = 4003
     INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED = 4004
 
 
-class DataType(Constant):
+class DataType(CudnnConstant):
     """``cudnnDataType_t``: constants begin with ``CUDNN_DATA_``."""
 
     FLOAT = 0
@@ -42,7 +42,7 @@ class DataType(Constant):
     FP8_E5M2 = 13
 
 
-class ReduceTensorOp(Constant):
+class ReduceTensorOp(CudnnConstant):
     """``cudnnReduceTensorOp_t``: constants begin with ``CUDNN_REDUCE_TENSOR_``."""
 
     ADD = 0
@@ -52,7 +52,7 @@ class ReduceTensorOp(Constant):
     AMAX = 4
 
 
-class PointwiseMode(Constant):
+class PointwiseMode(CudnnConstant):
     """``cudnnPointwiseMode_t``: constants begin with ``CUDNN_POINTWISE_``."""
 
     ADD = 0
@@ -90,13 +90,13 @@ class PointwiseMode(Constant):
     BINARY_SELECT = 601
 
 
-class RngDistribution(Constant):
+class RngDistribution(CudnnConstant):
     """``cudnnRngDistribution_t``: constants begin with ``CUDNN_RNG_DISTRIBUTION_``."""
 
     BERNOULLI = 0
 
 
-class AttributeName(Constant):
+class AttributeName(CudnnConstant):
     """``cudnnBackendAttributeName_t``: constants begin with ``CUDNN_ATTR_``."""
 
     POINTWISE_MODE = 0
@@ -171,7 +171,7 @@ class AttributeName(Constant):
     DEVICEPROP_JSON_REPRESENTATION = 2702
 
 
-class AttributeType(Constant):
+class AttributeType(CudnnConstant):
     """``cudnnBackendAttributeType_t``: constants begin with ``CUDNN_TYPE_``."""
 
     HANDLE = 0
@@ -193,7 +193,7 @@ class AttributeType(Constant):
     CUDA_GRAPH_RETENTION = 33
 
 
-class DescriptorType(Constant):
+class DescriptorType(CudnnConstant):
     """``cudnnBackendDescriptorType_t``: constants begin with ``CUDNN_BACKEND_``."""
 
     POINTWISE_DESCRIPTOR = 0
@@ -217,7 +217,7 @@ class DescriptorType(Constant):
     DEVICEPROP_DESCRIPTOR = 38
 
 
-class NumericalNote(Constant):
+class NumericalNote(CudnnConstant):
     """``cudnnBackendNumericalNote_t``: constants begin with ``CUDNN_NUMERICAL_NOTE_``."""
 
     TENSOR_CORE = 0
@@ -232,7 +232,7 @@ class NumericalNote(Constant):
     STRICT_NAN_PROP = 9
 
 
-class KnobType(Constant):
+class KnobType(CudnnConstant):
     """``cudnnBackendKnobType_t``: constants begin with ``CUDNN_KNOB_TYPE_``."""
 
     MULTIPLY = 11
@@ -244,7 +244,7 @@ class KnobType(Constant):
     TILE_N = 41
 
 
-class HeurMode(Constant):
+class HeurMode(CudnnConstant):
     """``cudnnBackendHeurMode_t``: constants begin with ``CUDNN_HEUR_MODE_``."""
 
     B = 1
@@ -252,7 +252,7 @@ class HeurMode(Constant):
     A = 3
 
 
-class CudaGraphRetention(Constant):
+class CudaGraphRetention(CudnnConstant):
     """``cudnnCudaGraphRetention_t``: constants begin with ``CUDNN_CUDA_GRAPH_RETENTION_``."""
 
     NONE = 1

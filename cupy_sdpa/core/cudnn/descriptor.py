@@ -16,8 +16,8 @@ from typing import Any
 from .constants import (
     AttributeName,
     AttributeType,
-    Constant,
     CudaGraphRetention,
+    CudnnConstant,
     DataType,
     DescriptorType,
     HeurMode,
@@ -161,5 +161,5 @@ _TYPE_OF[Descriptor] = AttributeType.BACKEND_DESCRIPTOR
 
 
 def _short(values: Sequence[Any]) -> str:
-    text = ", ".join(v.name if isinstance(v, Constant) else str(v) for v in values[:8])
+    text = ", ".join(v.name if isinstance(v, CudnnConstant) else str(v) for v in values[:8])
     return text if len(values) <= 8 else f"{text}, ... ({len(values)} values)"
