@@ -33,8 +33,8 @@ from .evaluate import (
     EMPTY,
     FULL,
     PARTIAL,
+    KeyRanges,
     MaskFunction,
-    Rows,
     answers_flex_attention,
     evaluate,
     evaluate_blocks,
@@ -99,7 +99,7 @@ def block_mask(
     groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
     function = MaskFunction(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
-    rows: dict[tuple[int, int], Rows] = {}
+    rows: dict[tuple[int, int], KeyRanges] = {}
     for h, b in np.ndindex(*groups):
         kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
     bits = evaluate_blocks(function, partial_blocks(kinds), lengths[0], lengths[1])
@@ -401,7 +401,7 @@ def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
     return found
 
 
-def segments_of(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
+def segments_of(rows: Mapping[tuple[int, int], KeyRanges], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
     """Return the segments of each batch item; None if a row is not an interval, or for masks that differ between heads.
 
     With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.

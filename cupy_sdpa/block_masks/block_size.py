@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..extend import cupy_runtime, in_words
 from .blocks import BLOCK
-from .evaluate import EMPTY, FULL, PARTIAL, Rows, kinds_of, partial_blocks
+from .evaluate import EMPTY, FULL, PARTIAL, KeyRanges, kinds_of, partial_blocks
 
 
 class BlockSize(NamedTuple):
@@ -132,14 +132,14 @@ def with_exact_kinds(
     return kinds, bits[found == PARTIAL]
 
 
-def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> Rows:
+def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> KeyRanges:
     """Return the keys of every query of full blocks ``(key blocks, query blocks)``."""
     key_blocks, query_blocks = blocks.shape
     first = blocks.argmax(axis=0) * block.keys if key_blocks else np.zeros(query_blocks, np.int64)
     end = np.minimum((key_blocks - blocks[::-1].argmax(axis=0)) * block.keys, skv) if key_blocks else first
     lengths = np.minimum(block.keys, skv - block.keys * np.arange(key_blocks))
     count = (blocks * lengths[:, None]).sum(axis=0)
-    return Rows(*(np.repeat(x, block.queries)[:sq].astype(np.int64) for x in (first, end, count)))
+    return KeyRanges(*(np.repeat(x, block.queries)[:sq].astype(np.int64) for x in (first, end, count)))
 
 
 def kinds_of_blocks(

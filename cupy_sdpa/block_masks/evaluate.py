@@ -57,7 +57,7 @@ def answers_flex_attention(function: Callable[Parameters, Made]) -> Callable[Par
     return call
 
 
-class Rows(NamedTuple):
+class KeyRanges(NamedTuple):
     """The keys of every query of one head and batch item, int64 ``(Sq,)``: the first one, the last plus 1, and the number.
 
     They are contiguous if the number is ``end - first``.
@@ -211,7 +211,7 @@ def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
     return list(arrays)
 
 
-def evaluate(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], Rows]:
+def evaluate(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], KeyRanges]:
     """Return the kinds of all blocks of one head and batch item, ``(key blocks, query blocks)``, and the keys of every query.
 
     The function is evaluated on some rows of tiles at a time.
@@ -220,7 +220,7 @@ def evaluate(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple
     query_blocks, key_blocks = -(-sq // BLOCK), -(-skv // BLOCK)
     if not skv:
         none = np.zeros(sq, np.int64)
-        return np.zeros((0, query_blocks), np.uint8), Rows(none, none, none)
+        return np.zeros((0, query_blocks), np.uint8), KeyRanges(none, none, none)
     keys = xp.arange(skv, dtype=function.dtype)[None, :]
     step = BLOCK * max(1, _ELEMENTS // (BLOCK * max(skv, 1)))
     kinds, rows = np.zeros((key_blocks, query_blocks), np.uint8), []
@@ -233,7 +233,7 @@ def evaluate(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple
         kinds[:, tile] = kinds_of(sums, lengths)
         rows.append(found)
     first, last, count = np.concatenate(rows, axis=1) if rows else np.zeros((3, 0), np.int64)
-    return kinds, Rows(first, last, count)
+    return kinds, KeyRanges(first, last, count)
 
 
 def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -13,7 +13,7 @@ from ..extend.options import Band
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
 from .blocks import BLOCK
-from .evaluate import Rows, kinds_of, lengths_of, partial_blocks
+from .evaluate import KeyRanges, kinds_of, lengths_of, partial_blocks
 
 
 def within_band(mask: BlockMask, band: Band) -> BlockMask:
@@ -68,7 +68,7 @@ class BlocksOfBand:
         return np.packbits(attends)
 
 
-def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
+def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], KeyRanges]:
     """Return the keys of every query of a mask of segments within a band, by head and batch item."""
     found = {}
     for b, entry in enumerate(mask.segments or ()):
@@ -79,7 +79,7 @@ def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
             high[q0:q1] = of_end.key if of_end.fixed else np.minimum(of_end.key, rows + (entry.right or 0) + 1)
         low, high = np.maximum(low, band.first), np.minimum(high, band.end)
         used = low < high
-        found[0, b] = Rows(np.where(used, low, 0), np.where(used, high, 0), np.where(used, high - low, 0))
+        found[0, b] = KeyRanges(np.where(used, low, 0), np.where(used, high, 0), np.where(used, high - low, 0))
     return found
 
 

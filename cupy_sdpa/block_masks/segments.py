@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..extend.options import Band
 from .blocks import BLOCK
-from .evaluate import Rows
+from .evaluate import KeyRanges
 
 #: The largest number of calls on slices.
 MAX_SLICES = 4
@@ -59,7 +59,7 @@ class Segments(NamedTuple):
     right: int | None
 
 
-def find_segments(rows: Rows, most: int) -> Segments | None:
+def find_segments(rows: KeyRanges, most: int) -> Segments | None:
     """Return the segments of a mask's rows; None if a row is not an interval, or for more than ``most`` segments."""
     first, end, count = rows
     used = count > 0
