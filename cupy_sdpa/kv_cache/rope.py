@@ -309,7 +309,7 @@ def apply_rope(
     with cupy_runtime.device_context(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in places]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
-        kernels.apply(x, out, record, kernels.Positions(first, *dense)._replace(listed=positions), spec.dtype)
+        kernels.apply(x, out, record, kernels.TokenPositions(first, *dense)._replace(listed=positions), spec.dtype)
     return out  # type: ignore[no-any-return]
 
 

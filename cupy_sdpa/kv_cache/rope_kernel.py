@@ -100,7 +100,7 @@ def rotated(x: Any, record: Any, positions: Any) -> Any:
     return out
 
 
-class Positions(NamedTuple):
+class TokenPositions(NamedTuple):
     """The positions of tokens: in sequence b they count from ``first + start[b]``, or up to ``end[b]``; or all are listed.
 
     Attributes:
@@ -128,7 +128,7 @@ _NUMBERS = Struct(
 )
 
 
-def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> None:
+def apply(x: Any, out: Any, rotation: Any, positions: TokenPositions, dtype: str) -> None:
     """Rotate the channels of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, with unit stride along D; one launch."""
     if not cupy_runtime.is_array(x):
         out[...] = rotated(x, rotation, _on_numpy(x.shape, positions))
@@ -147,7 +147,7 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
     _apply_kernel(dtype)((min(-(-rows // per_block), 1 << 14),), (lanes, per_block), (numbers, rotation))
 
 
-def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
+def _on_numpy(shape: tuple[int, ...], positions: TokenPositions) -> Any:
     """Return the position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
     first, start, end, lengths, offsets, listed = positions
     if listed is not None:
