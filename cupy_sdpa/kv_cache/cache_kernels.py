@@ -187,7 +187,7 @@ def _clear_rows_kernel(unit: str) -> str:
         }}"""
 
 
-class Factors(NamedTuple):
+class CacheFactors(NamedTuple):
     """How new keys or values become FP8 while they are written. Values beyond the largest number saturate.
 
     Attributes:
@@ -206,11 +206,12 @@ class Factors(NamedTuple):
     own: Any = None
 
 
-#: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, strides in bytes, and :class:`Factors`.
+#: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, strides in bytes,
+#: and :class:`CacheFactors`.
 _SIDE = Struct(
     "Side",
     "tokens pages unit row head_stride token_stride batch_stride "
-    f"{' '.join(Factors._fields)} own_d own_head own_token own_batch",
+    f"{' '.join(CacheFactors._fields)} own_d own_head own_token own_batch",
 )
 _ARGUMENTS = Struct(
     "Arguments",
@@ -231,7 +232,7 @@ def append(
     advance: bool,
     rotation: Any = None,
     positions: Any = None,
-    factors: Sequence[Factors] = (Factors(), Factors()),
+    factors: Sequence[CacheFactors] = (CacheFactors(), CacheFactors()),
     dtype: str = "",
 ) -> None:
     """Write the new tokens of one layer to their pages; one launch.
@@ -269,7 +270,7 @@ def append(
     _append_kernel(source, dtype)((max(1, min(blocks, 2048 // batch)), batch, 2), (lanes, per_block), tuple(given))
 
 
-def _elements(x: Any, own: Any, page: int, factors: Factors, dtype: str) -> Any:
+def _elements(x: Any, own: Any, page: int, factors: CacheFactors, dtype: str) -> Any:
     """Return the FP8 elements of the numpy tokens ``(D, Hkv, count)`` of a sequence, with their mean, and its first page."""
     with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
         x = rotated_values(x, factors.rotation, None) if factors.descale is None else x.astype(np.float32) * factors.descale
@@ -287,7 +288,7 @@ def _append_on_numpy(
     *,
     advance: bool,
     of_keys: tuple[Any, Any],
-    factors: Sequence[Factors],
+    factors: Sequence[CacheFactors],
     dtype: str,
 ) -> None:
     rotation, positions = of_keys
@@ -325,7 +326,7 @@ def _write(new: Any, pages: Any, table: Any, begin: int) -> None:
         page[:, :, low - start : high - start] = new[:, :, low - begin : high - begin]
 
 
-def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
+def _side(x: Any, pages: Any, factors: CacheFactors, dtype: str) -> tuple[Any, ...]:
     """Return the values of :data:`_SIDE`."""
     layout = _layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
     of_own = () if factors.own is None else factors.own.strides

@@ -183,12 +183,14 @@ class Fp8Pages:
         cache_kernels.append(keys, values, *pages, state, advance=advance, factors=factors, dtype=self.dtype)
         self._sources.add(source)
 
-    def _factors_of(self, x: Any, side: int, layer: int) -> cache_kernels.Factors:
+    def _factors_of(self, x: Any, side: int, layer: int) -> cache_kernels.CacheFactors:
         """Return how tokens are converted; FP8 ones are rotated already."""
         scale, _ = self._pair(side, layer)
         is_fp8 = isinstance(x, Fp8Array)
         means, own = (self._means_of(layer), x.mean if is_fp8 else None) if side else (None, None)
-        return cache_kernels.Factors(scale, x.descale if is_fp8 else None, 1 if is_fp8 else self._rotations[side], means, own)
+        return cache_kernels.CacheFactors(
+            scale, x.descale if is_fp8 else None, 1 if is_fp8 else self._rotations[side], means, own
+        )
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:
