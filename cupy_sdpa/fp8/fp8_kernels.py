@@ -63,7 +63,7 @@ STATE = 5
 _SMALLEST = 1e-30
 
 
-class Conversion(NamedTuple):
+class Fp8Conversion(NamedTuple):
     """An array to convert.
 
     Attributes:
@@ -87,7 +87,7 @@ class Conversion(NamedTuple):
     mean: Any = None
 
 
-#: A :class:`Conversion` as the kernels read it: addresses, bytes, and numbers of units.
+#: A :class:`Fp8Conversion` as the kernels read it: addresses, bytes, and numbers of units.
 _ARRAY = Struct(
     "Array", "source head_stride row_stride batch_stride target width heads rows units lengths factors rotation dense mean"
 )
@@ -100,7 +100,7 @@ _MEAN = Struct("Mean", "address stride_0 stride_1 stride_2 stride_3 length_0 len
 # Steps and calls, for arrays of numpy and of CuPy
 
 
-def quantize(conversions: Sequence[Conversion], amax: Any, dtype: str) -> None:
+def quantize(conversions: Sequence[Fp8Conversion], amax: Any, dtype: str) -> None:
     """Convert arrays to FP8 with current scaling, in two launches.
 
     ``amax`` is uint32, one element for each block and array of the launches; None for numpy.
@@ -145,7 +145,7 @@ def _mean(mean: Any) -> Any:
     return _MEAN(mean, *(stride for _, stride in axes), *(length for length, _ in axes[:3]))
 
 
-def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
+def write_factors(conversions: Sequence[Fp8Conversion], dtype: str, headroom: float) -> None:
     """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
     if not cupy_runtime.is_array(conversions[0].factors):
         for source, _, factors, rotation, lengths, _ in conversions:
@@ -160,7 +160,7 @@ def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float
     _kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
 
 
-def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
+def delayed(conversion: Fp8Conversion, dtype: str, state: Any) -> None:
     """Convert an array with a scale that was computed before, and then compute the next scale; one launch.
 
     ``state`` is float32 ``(STATE + N,)``: the scale, the descale; as uint32 the largest magnitude of this launch, the number of
@@ -259,14 +259,14 @@ def blocks_of(sources: Sequence[Any]) -> int:
     return max(1, min(-(-units // THREADS), _MAX_BLOCKS))
 
 
-def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+def _launch(conversions: Sequence[Fp8Conversion]) -> tuple[tuple[int, int], Any, str]:
     """Return the grid, the argument of the kernels, and the dtype of the sources."""
     blocks = blocks_of([conversion.source for conversion in conversions])
     arguments = _ARRAYS([_array(conversion) for conversion in conversions])
     return (blocks, len(conversions)), arguments, dtype_name(conversions[0].source.dtype)
 
 
-def _array(conversion: Conversion) -> tuple[Any, ...]:
+def _array(conversion: Fp8Conversion) -> tuple[Any, ...]:
     """Return the values of :data:`_ARRAY`."""
     source, target, factors, rotation, lengths, mean = conversion
     width, heads, rows, *_ = source.shape

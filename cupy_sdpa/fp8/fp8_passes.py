@@ -53,7 +53,7 @@ def add_conversions(
         amax = builder.temporary((fp8_kernels.blocks_of(sources) * len(sources),), np.uint32)
     step = 2 * fp8_kernels.FACTOR_STEP
     conversions = [
-        fp8_kernels.Conversion(x, target, factors[step * i : step * (i + 1)], rotation, n, mean)
+        fp8_kernels.Fp8Conversion(x, target, factors[step * i : step * (i + 1)], rotation, n, mean)
         for i, (x, target, rotation, n, mean) in enumerate(zip(sources, targets, rotations, dense, means, strict=False))
     ]
     writes = [*targets, factors] if amax is None else [*targets, factors, amax]

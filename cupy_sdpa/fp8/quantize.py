@@ -298,7 +298,7 @@ class DelayedScaling:
                 lengths = cupy_runtime.temporary_copy(lengths)
             target = cupy_runtime.new_result(x, tuple(x.shape), storage_dtype(self.dtype, cupy_runtime.is_array(x)))
             factors = cupy_runtime.new_result(x, (2 * fp8_kernels.FACTOR_STEP,), np.dtype(np.float32))
-            fp8_kernels.delayed(fp8_kernels.Conversion(x, target, factors, part, lengths), self.dtype, self._state)
+            fp8_kernels.delayed(fp8_kernels.Fp8Conversion(x, target, factors, part, lengths), self.dtype, self._state)
         return of_factors(target, factors, 0, self.dtype, rotated=part > 1)
 
     def update(self, amax: Array) -> None:

@@ -156,7 +156,7 @@ class Fp8Pages:
                 scale[...], descale[...] = x.scale, x.descale
             else:
                 factors = self._factors[side, layer]
-                conversions.append(fp8_kernels.Conversion(x, None, factors, self._rotations[side], lengths))
+                conversions.append(fp8_kernels.Fp8Conversion(x, None, factors, self._rotations[side], lengths))
         if conversions:
             fp8_kernels.write_factors(conversions, self.dtype, HEADROOM)
         self.known |= {(side, layer) for side, _ in found}
