@@ -9,7 +9,7 @@ import functools
 
 from ..problem.arrays import has_score_axes
 from ..problem.problem import Problem
-from .attention_forward import Dropout, compute_dtype
+from .attention_forward import WeightDropout, compute_dtype
 from .nodes import SCORE_GRADIENT, WEIGHTS, Graph, GraphBuilder, Tensor
 from .operands import HEAD_AXES, SCORE_AXES, STATS_AXES, TRANSPOSED_AXES, GraphOperands, operand
 from .scores import ScoreFunction, Scores, partial_tiles
@@ -29,7 +29,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     d = steps.row_dot()
     # P = exp(S − L)                        (B, Hq, Sq, Skv)
     p, function = steps.weights()
-    dropout = Dropout(steps.g, steps.operands, p.shape) if problem.settings.dropout else None
+    dropout = WeightDropout(steps.g, steps.operands, p.shape) if problem.settings.dropout else None
     # dV = Pᵀ dO                            (B, Hkv, Skv, Dv)
     steps.write_dv(p, dropout)
     # dS = P ∘ (dO Vᵀ − D)                  (B, Hq, Sq, Skv)
@@ -101,13 +101,13 @@ class _Backward:
             s = scores.mask_tail(s, "i", axis=2)
         return g.pointwise("P = exp(S − L)", "exp", s, out=WEIGHTS), function
 
-    def write_dv(self, p: Tensor, dropout: Dropout | None) -> None:
+    def write_dv(self, p: Tensor, dropout: WeightDropout | None) -> None:
         """``dV = (P ∘ R / (1 − p))ᵀ dO``."""
         if dropout:
             p = dropout.rescale(dropout.drop(p, WEIGHTS), "P ∘ R")
         self._group_matmul("dV = Pᵀ dO", self.g.transpose("Pᵀ", p, "Pᵀ", self.problem.dtype), self.dout, self.operands("dv"))
 
-    def dscores(self, p: Tensor, d: Tensor, dropout: Dropout | None) -> Tensor:
+    def dscores(self, p: Tensor, d: Tensor, dropout: WeightDropout | None) -> Tensor:
         """``dS = P ∘ (dO Vᵀ ∘ R − D) / (1 − p)``, the gradient of the modified scores."""
         g = self.g
         # dP = dO Vᵀ

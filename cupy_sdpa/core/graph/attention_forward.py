@@ -46,7 +46,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     )  # fmt: skip
     if probability:
         # P <- P ∘ R / (1 − p)              Srivastava et al. 2014, "Dropout"; the expectation stays the same
-        dropout = Dropout(g, operands, p.shape)
+        dropout = WeightDropout(g, operands, p.shape)
         p = dropout.rescale(dropout.drop(p, WEIGHTS), "P ∘ R", dtype=problem.dtype)
     # O = P V                               (B, Hq, Sq, Dv)
     if problem.fp8:
@@ -79,7 +79,7 @@ def _keys_and_values(g: GraphBuilder, operands: GraphOperands, lengths: Tensor |
     return kt, g.paged_load("V = pages of v", operands("v"), table, lengths, "V")
 
 
-class Dropout:
+class WeightDropout:
     """Dropout of the softmax weights, ``(B, Hq, Sq, Skv)``, with probability p."""
 
     def __init__(self, g: GraphBuilder, operands: GraphOperands, shape: Shape) -> None:
