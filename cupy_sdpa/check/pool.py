@@ -22,7 +22,7 @@ TIME_LIMIT = 120.0
 CASES_PER_PROCESS = 200
 
 
-class Pool(_workers.Pool):
+class CasePool(_workers.Pool):
     """A pool of ``jobs`` workers, which import ``modules`` first. :meth:`run` may be called from as many threads."""
 
     def __init__(self, jobs: int, modules: tuple[str, ...] = ()) -> None:

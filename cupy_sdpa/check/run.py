@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .case import SIZES, Case, Outcome
 from .draw import OPTIONS, draw
-from .pool import Pool
+from .pool import CasePool
 from .shrink import same_failure, shrink
 
 #: The time limit in seconds for shrinking one finding; the limit for all findings together is twice that.
@@ -176,7 +176,7 @@ def run(
     there are any; the first of a run that it ends is not. Each of ``jobs`` worker processes imports the modules first.
     """
     summary = Summary()
-    with Pool(jobs, modules) as pool, ThreadPoolExecutor(jobs) as threads:
+    with CasePool(jobs, modules) as pool, ThreadPoolExecutor(jobs) as threads:
         try:
             wanted: Iterator[Case] = itertools.islice(drawn, limits.problems)
             if limits.first:
@@ -202,7 +202,9 @@ def run(
     return summary
 
 
-def _shrink_findings(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExecutor, report: Callable[[], None]) -> None:
+def _shrink_findings(
+    findings: Sequence[Finding], pool: CasePool, threads: ThreadPoolExecutor, report: Callable[[], None]
+) -> None:
     """Shrink the findings in batches, except those that a shrunk one probably explains."""
     end = time.monotonic() + 2 * SHRINK_SECONDS
     simplest_first = sorted(findings, key=lambda finding: len(finding.case.features))

@@ -10,7 +10,7 @@ from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
 from cupy_sdpa.check.case import REQUIRES, Outcome, Paged, parse
 from cupy_sdpa.check.draw import OPTIONS, draw
-from cupy_sdpa.check.pool import Pool
+from cupy_sdpa.check.pool import CasePool
 from cupy_sdpa.check.shrink import candidates, shrink
 
 #: A module with faults, see :mod:`planted_errors`.
@@ -97,7 +97,7 @@ def test_a_crash_is_a_finding_and_the_run_continues():
 @pytest.mark.slow
 def test_a_process_that_hangs_is_a_finding():
     """A case that exceeds the time limit is a finding, and its process is replaced."""
-    with Pool(1, PLANTED) as workers:
+    with CasePool(1, PLANTED) as workers:
         assert workers.run(Case()).kind == "passed"
         outcome = workers.run(Case(options={"window": (1, 1)}), limit=1.0)
         assert outcome.kind == "hang"
@@ -143,13 +143,13 @@ def planted(monkeypatch):
     """Lets the command run cases with faults; returns a list of functions that are called before each case."""
     before = []
 
-    class Faulty(Pool):
+    class Faulty(CasePool):
         def run(self, *given):
             for function in before:
                 function()
             return super().run(*given)
 
-    monkeypatch.setattr(run, "Pool", lambda jobs, modules: Faulty(jobs, PLANTED))
+    monkeypatch.setattr(run, "CasePool", lambda jobs, modules: Faulty(jobs, PLANTED))
     return before
 
 
@@ -233,7 +233,7 @@ def test_the_command_without_a_gpu(monkeypatch, capsys):
 @pytest.mark.cudnn
 def test_planning_is_tested_for_described_gpus():
     """The real cuDNN plans a case; a case that the support table rules out counts as refused."""
-    with Pool(1) as workers:
+    with CasePool(1) as workers:
         planned = workers.run(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
         refused = workers.run(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))
     assert (planned.kind, planned.calls) == ("passed", 1)
