@@ -143,7 +143,7 @@ class Summary:
         }  # fmt: skip
 
 
-class Limits(NamedTuple):
+class RunLimits(NamedTuple):
     """When a run stops drawing cases: the seconds and the number of cases, or None; and whether the first finding ends it."""
 
     seconds: float | None = None
@@ -164,7 +164,7 @@ def cases(seed: int, engines: Sequence[str], lengths: tuple[int, int] | None = N
 def run(
     drawn: Iterator[Case],
     jobs: int,
-    limits: Limits = Limits(),  # noqa: B008 (a tuple)
+    limits: RunLimits = RunLimits(),  # noqa: B008 (a tuple)
     *,
     progress: Callable[[Summary, str], None] = lambda summary, activity: None,
     before_shrinking: Callable[[Summary], None] = lambda summary: None,

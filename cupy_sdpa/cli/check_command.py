@@ -26,7 +26,7 @@ from .console import CommandError, Status, brief, command_errors, counted, one_l
 
 if TYPE_CHECKING:
     from ..check.case import Case
-    from ..check.run import Limits, Summary
+    from ..check.run import RunLimits, Summary
 
 DESCRIPTION = (
     "Draw random problems, run each several times in worker processes, and compare the results with a "
@@ -186,14 +186,14 @@ def _seed(arguments: argparse.Namespace) -> int:
     return seed
 
 
-def _limits(arguments: argparse.Namespace) -> Limits:
+def _limits(arguments: argparse.Namespace) -> RunLimits:
     """Return the duration and the number of problems; one minute by default."""
-    from ..check.run import Limits
+    from ..check.run import RunLimits
 
     minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
     if minutes is not None and not minutes > 0:
         raise CommandError(f"--minutes {minutes}: use a positive number")
-    return Limits(None if minutes is None else 60 * minutes, arguments.problems, arguments.first)
+    return RunLimits(None if minutes is None else 60 * minutes, arguments.problems, arguments.first)
 
 
 def _case(arguments: argparse.Namespace) -> Case | None:
@@ -302,7 +302,7 @@ def versions() -> dict[str, Any]:
 class _Progress(Status):
     """The progress, without a terminal a new line every ten seconds; and each new finding."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RunLimits) -> None:
         super().__init__()
         self._limits, self._last, self._findings = limits, -math.inf if self.visible else time.monotonic(), 0
 

@@ -131,7 +131,7 @@ def test_findings_of_one_kind_are_reported_once():
 def test_the_first_finding_ends_a_run():
     """It is reported as drawn, without shrinking."""
     cases = [Case(), Case(sq=5, options={"causal": "top_left"}), Case(seed=1), Case(seed=2)]
-    summary = run.run(iter(cases), 1, run.Limits(first=True), modules=PLANTED)
+    summary = run.run(iter(cases), 1, run.RunLimits(first=True), modules=PLANTED)
     assert (summary.problems, [finding.shrunk for finding in summary.findings]) == (2, [False])
 
 
