@@ -20,7 +20,7 @@ from .block_positions import MovableFunction, Positions, of_copies, of_entries, 
 from .blocks import BLOCK, copy_blocks, copy_elements
 from .entries import Entries, PackedCopies, Sizes, Tables, attends, packed_copies, rectangles, sources
 from .method import as_pages, flattened, gradient_function, is_attended, method_of
-from .segments import Packed, SegmentSlice, gradient_slices
+from .segments import PackedSegments, SegmentSlice, gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
@@ -103,7 +103,7 @@ class _Parts:
         """Return the options of one call on the whole arrays."""
         return self.options | {**(self.scores.options if self.scores else {}), **others}
 
-    def packing(self, key: tuple[Any, ...], part: Packed | PackedCopies) -> dict[str, Any]:
+    def packing(self, key: tuple[Any, ...], part: PackedSegments | PackedCopies) -> dict[str, Any]:
         """Return what packed sequences change."""
         starts_q, starts_kv = self.constants((*key, "starts"), lambda: (part.starts_q, part.starts_kv))
         return {
@@ -197,7 +197,7 @@ def add(
         _blocks(parts, arrays, method.blocks)
 
 
-def _packed(parts: _Parts, arrays: Arrays, packed: Packed) -> None:
+def _packed(parts: _Parts, arrays: Arrays, packed: PackedSegments) -> None:
     """All segments as the sequences of one packed call."""
     builder, backward, after = parts.builder, "dout" in arrays, []
     flat: dict[str, View | None] = dict(arrays)

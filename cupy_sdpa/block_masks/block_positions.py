@@ -17,7 +17,7 @@ from ..extend.functions import AXES, record, trace
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, Sizes
-from .segments import Packed, SegmentSlice
+from .segments import PackedSegments, SegmentSlice
 
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
 _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))
@@ -38,7 +38,7 @@ class Positions(NamedTuple):
     heads: NDArray[np.int32] | None
 
 
-def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
+def of_packed(packed: PackedSegments, mask: BlockMask, sizes: Sizes) -> Positions:
     """Return the positions of segments as packed sequences of flattened batch items."""
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)

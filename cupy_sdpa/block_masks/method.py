@@ -28,7 +28,7 @@ class Method(NamedTuple):
         cost: the number of blocks that cuDNN computes, about; a block with a mask counts as several.
     """
 
-    packed: segments.Packed | None
+    packed: segments.PackedSegments | None
     slices: list[segments.SegmentSlice] | None
     blocks: Any
     cost: float

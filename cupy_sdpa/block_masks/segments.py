@@ -168,7 +168,7 @@ def cost(entry: Segments) -> float:
     return total
 
 
-class Packed(NamedTuple):
+class PackedSegments(NamedTuple):
     """Segments as packed sequences of flattened batch items: cumulative lengths, int32; maximum lengths; the band of all."""
 
     starts_q: NDArray[np.int32]
@@ -178,7 +178,7 @@ class Packed(NamedTuple):
     band: Band | None
 
 
-def packed(entries: Sequence[Segments], sq: int, skv: int) -> Packed | None:
+def packed(entries: Sequence[Segments], sq: int, skv: int) -> PackedSegments | None:
     """Return the segments of all batch items as packed sequences; None if keys belong to several segments, or bands differ.
 
     Queries without keys, and keys without queries, between two segments are sequences of their own, which are not longer than
@@ -205,7 +205,7 @@ def packed(entries: Sequence[Segments], sq: int, skv: int) -> Packed | None:
         starts.append((q1, k1))
     unique = list(dict.fromkeys(starts))
     q, kv = (np.array([pair[i] for pair in unique], np.int32) for i in (0, 1))
-    return Packed(q, kv, longest_q, longest_kv, band)
+    return PackedSegments(q, kv, longest_q, longest_kv, band)
 
 
 class SegmentSlice(NamedTuple):
