@@ -22,7 +22,7 @@ from ..core.version import version_text
 from ..extend import cupy_runtime
 from ..extend.cudnn import library
 from . import machine
-from .console import CommandError, Status, brief, command_errors, counted, one_line, output_file, positive, print_labeled
+from .console import CommandError, StatusLine, brief, command_errors, counted, one_line, output_file, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.case import Case
@@ -299,7 +299,7 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Progress(Status):
+class _Progress(StatusLine):
     """The progress, without a terminal a new line every ten seconds; and each new finding."""
 
     def __init__(self, limits: RunLimits) -> None:

@@ -182,7 +182,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-class Status:
+class StatusLine:
     """A line on stderr that is overwritten, if stderr is a terminal; it is cleared at the end."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Status:
         self.show("")
 
 
-class Progress(Status):
+class Progress(StatusLine):
     """A progress bar after a title; called with the number of finished steps and their total."""
 
     def __init__(self, title: str) -> None:
@@ -216,7 +216,7 @@ class Progress(Status):
 @contextlib.contextmanager
 def working(title: str) -> Iterator[None]:
     """Show how long the block takes, from one second on, after a title such as "planning"."""
-    with Status() as status:
+    with StatusLine() as status:
         done, started = threading.Event(), time.monotonic()
 
         def show() -> None:
