@@ -9,7 +9,7 @@ from ..extend import Constant, View, as_int32, cupy_runtime, is_one_of
 from ..extend.arrays import interpreted, plain
 from ..extend.options import OPTIONS, check_spelling
 from .block_mask import BlockMask
-from .entries import Sizes
+from .entries import TableSizes
 from .method import check_groups, check_type, method_of
 
 
@@ -108,7 +108,7 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
     check_groups(mask, queries[1], batch)
 
 
-def description(mask: BlockMask, sizes: Sizes) -> str:
+def description(mask: BlockMask, sizes: TableSizes) -> str:
     """Return how calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
     method = method_of(mask, sizes)
     how = {

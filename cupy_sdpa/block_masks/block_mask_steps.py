@@ -18,7 +18,7 @@ from ..extend.kernels import Sources, sum_blocks
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements
-from .entries import Entries, PackedCopies, Sizes, Tables, attends, packed_copies, rectangles, sources
+from .entries import Entries, PackedCopies, Tables, TableSizes, attends, packed_copies, rectangles, sources
 from .method import as_pages, flattened, gradient_function, is_attended, method_of
 from .segments import PackedSegments, SegmentSlice, gradient_slices
 
@@ -46,7 +46,7 @@ class _Parts:
     def __init__(
         self, builder: Builder, q: View, k: View, mask: BlockMask, options: ReadOptions, *, deterministic: bool
     ) -> None:
-        self.builder, self.mask, self.sizes = builder, mask, Sizes(q.shape[1], k.shape[1], q.shape[3])
+        self.builder, self.mask, self.sizes = builder, mask, TableSizes(q.shape[1], k.shape[1], q.shape[3])
         self.method = method_of(mask, self.sizes)
         self.flags: dict[str, Any] = {"deterministic": deterministic}
         if "tensors" in options:
@@ -396,7 +396,7 @@ def _block_gradients(parts: _Parts, arrays: Arrays) -> None:
         _sum_of_copies(parts, turn, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every)
 
 
-def _copied(mask: BlockMask, sizes: Sizes) -> list[PackedCopies]:
+def _copied(mask: BlockMask, sizes: TableSizes) -> list[PackedCopies]:
     """Return the rectangles of a mask as the packed copies of each call."""
     found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
     return [part for part in found if part is not None]

@@ -16,7 +16,7 @@ from ..extend import Access, Recorded, relocated
 from ..extend.functions import AXES, record, trace
 from .block_mask import BlockMask
 from .blocks import BLOCK
-from .entries import Entries, PackedCopies, Sizes
+from .entries import Entries, PackedCopies, TableSizes
 from .segments import PackedSegments, SegmentSlice
 
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
@@ -38,7 +38,7 @@ class Positions(NamedTuple):
     heads: NDArray[np.int32] | None
 
 
-def of_packed(packed: PackedSegments, mask: BlockMask, sizes: Sizes) -> Positions:
+def of_packed(packed: PackedSegments, mask: BlockMask, sizes: TableSizes) -> Positions:
     """Return the positions of segments as packed sequences of flattened batch items."""
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
@@ -46,13 +46,13 @@ def of_packed(packed: PackedSegments, mask: BlockMask, sizes: Sizes) -> Position
     return _positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, mask)
 
 
-def of_slice(part: SegmentSlice, mask: BlockMask, sizes: Sizes) -> Positions:
+def of_slice(part: SegmentSlice, mask: BlockMask, sizes: TableSizes) -> Positions:
     """Return the positions of a slice of every batch item."""
     zeros = np.zeros(sizes.batch, np.int64)
     return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)
 
 
-def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
+def of_entries(entries: Entries, mask: BlockMask, sizes: TableSizes) -> Positions:
     """Return the positions of batch items of blocks."""
     blocks, groups, of_batch = entries.items.T.astype(np.int64)
     keys = (entries.table % max(mask.kinds.shape[0], 1)).astype(np.int64)

@@ -34,7 +34,7 @@ _STEPS = (1, 2, 4, 8, 16)
 _PADDING = 2
 
 
-class Sizes(NamedTuple):
+class TableSizes(NamedTuple):
     """The sizes of a call that tables depend on: Hq, Hkv and B."""
 
     hq: int
@@ -85,7 +85,7 @@ class _List(NamedTuple):
     partial: NDArray[np.int64]
 
 
-def _entries(lists: Sequence[_List], mask: BlockMask, sizes: Sizes, masked: bool) -> Entries:
+def _entries(lists: Sequence[_List], mask: BlockMask, sizes: TableSizes, masked: bool) -> Entries:
     """Return the batch items of lists."""
     most, count = max([1, *(len(one.keys) for one in lists)]), len(lists)
     table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
@@ -114,12 +114,12 @@ def _split(found: Sequence[Any]) -> list[Any]:
     ]
 
 
-def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
+def page(sizes: TableSizes, mask: BlockMask, group: int, entry: int) -> int:
     """Return the row of pages of a group and batch item: pages belong to an entry, or to a key/value head and an entry."""
     return entry if mask.heads == 1 else group // (sizes.hq // sizes.hkv) + sizes.hkv * entry
 
 
-def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
+def make_tables(mask: BlockMask, sizes: TableSizes) -> Tables:
     """Return the batch items of a mask for calls of some sizes."""
     _, query_blocks, groups, _ = mask.kinds.shape
     numbers, without, masked = numbers_of(mask), [], []
@@ -252,7 +252,7 @@ class PackedCopies(NamedTuple):
     partial: NDArray[np.int32] | None
 
 
-def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: Sizes) -> PackedCopies | None:
+def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: TableSizes) -> PackedCopies | None:
     """Rectangles as packed sequences; None without rectangles.
 
     The part of a last block of keys after Skv is a sequence without queries.

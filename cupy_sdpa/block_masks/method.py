@@ -14,7 +14,7 @@ from ..extend.functions import AXES, Sides, trace
 from . import segments
 from .block_mask import BlockMask
 from .blocks import BLOCK
-from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, Sizes, make_tables, rectangles
+from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, TableSizes, make_tables, rectangles
 from .evaluate import EMPTY, FULL, PARTIAL
 
 
@@ -47,7 +47,7 @@ def block_cost(mask: BlockMask) -> float:
     return float(np.where(partial == 0, full, np.minimum(together, separate)).sum())
 
 
-def choose(mask: BlockMask, sizes: Sizes) -> Method:
+def choose(mask: BlockMask, sizes: TableSizes) -> Method:
     """Return the method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
     if 0 in (sizes.hq, sizes.batch) or not mask.kinds.any():  # no query attends to a key
         return Method(None, [], None, 0.0)
@@ -65,7 +65,7 @@ def choose(mask: BlockMask, sizes: Sizes) -> Method:
     return Method(None, None, make_tables(mask, sizes), blocks)
 
 
-def method_of(mask: BlockMask, sizes: Sizes) -> Method:
+def method_of(mask: BlockMask, sizes: TableSizes) -> Method:
     """Return the method of a mask for calls of some sizes; it is chosen once."""
     method = mask.tables.get(sizes)
     if method is None:
@@ -73,7 +73,7 @@ def method_of(mask: BlockMask, sizes: Sizes) -> Method:
     return method
 
 
-def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
+def gradient_function(mask: BlockMask, sizes: TableSizes) -> Callable[..., Any] | None:
     """Return the mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
 
     cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band. A block of queries or
@@ -142,7 +142,7 @@ def check_type(mask: Any) -> None:
         )
 
 
-def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
+def check(q: Any, k: Any, v: Any, mask: Any) -> TableSizes:
     """Check the arguments of a call with a block mask; returns its sizes.
 
     Raises:
@@ -164,7 +164,7 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
     check_groups(mask, hq, batch)
     if hkv and hq % hkv:
         raise ValueError(f"q has {hq} heads and k {hkv}; {hq} must be a multiple of {hkv}")
-    return Sizes(hq, hkv, batch)
+    return TableSizes(hq, hkv, batch)
 
 
 def check_groups(mask: BlockMask, heads: int, batch: int) -> None:
