@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_sdpa.core.options.band import Band
 from cupy_sdpa.parallel.parts import tiles
-from cupy_sdpa.parallel.shards import Layout
+from cupy_sdpa.parallel.shards import ShardLayout
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "_static" / "parallel"
 MEMBERS, LENGTH, CELL = 4, 16, 22
@@ -49,7 +49,7 @@ class Picture:
 
 def owners() -> np.ndarray:
     """Return the member of every position."""
-    layout, found = Layout((LENGTH,), MEMBERS), np.zeros(LENGTH, int)
+    layout, found = ShardLayout((LENGTH,), MEMBERS), np.zeros(LENGTH, int)
     for rank in range(MEMBERS):
         found[layout.positions(rank)] = rank
     return found
@@ -68,7 +68,7 @@ def zigzag() -> Picture:
 
 def computed(method: str) -> Picture:
     """Queries (rows) and keys (columns): the color is the member that computes, the number the step."""
-    picture, layout, band = Picture((LENGTH + 2) * CELL, (LENGTH + 2) * CELL), Layout((LENGTH,), MEMBERS), Band(right=0)
+    picture, layout, band = Picture((LENGTH + 2) * CELL, (LENGTH + 2) * CELL), ShardLayout((LENGTH,), MEMBERS), Band(right=0)
     for i, rank in enumerate(owners()):
         picture.square(0, (i + 2) * CELL, COLORS[rank], str(rank))
         picture.square((i + 2) * CELL, 0, COLORS[rank], str(rank))

@@ -14,7 +14,7 @@ from ..extend.arrays import LENGTHS, SEEDS
 from ..helpers import dropout_mask
 from .parts import Part, Selection, parts, share_buffers
 from .positions import Window, aligned, options_at
-from .shards import Interval, Layout
+from .shards import Interval, ShardLayout
 
 #: The shape and dtype of an array in a message.
 Spec = tuple[tuple[int, ...], Any]
@@ -61,8 +61,8 @@ class Configuration:
 
     rank: int
     problem: Problem
-    queries: Layout
-    keys: Layout
+    queries: ShardLayout
+    keys: ShardLayout
     diagonals: tuple[int, ...]
     functions: Mapping[str, Recorded]
     positional: bool

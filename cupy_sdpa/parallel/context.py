@@ -33,7 +33,7 @@ from .convert import as_exchanger
 from .group_arguments import HostOffsets, abbreviated, packed_lengths, read_length
 from .group_report import ParallelReport, report
 from .member_steps import MemberSteps
-from .shards import Layout
+from .shards import ShardLayout
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
@@ -349,10 +349,10 @@ class ContextParallel:
         """Raise GroupError if a member failed. CuPy arrays are valid only if this does not raise after synchronization."""
         self._channel.check()
 
-    def _layout(self, length: Any, cu_seqlens: Any) -> Layout:
+    def _layout(self, length: Any, cu_seqlens: Any) -> ShardLayout:
         if cu_seqlens is not None:
-            return Layout(packed_lengths("cu_seqlens", cu_seqlens), self.size, packed=True)
-        return Layout((read_length("seqlen", length),), self.size)
+            return ShardLayout(packed_lengths("cu_seqlens", cu_seqlens), self.size, packed=True)
+        return ShardLayout((read_length("seqlen", length),), self.size)
 
 
 def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:

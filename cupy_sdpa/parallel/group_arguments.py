@@ -30,7 +30,7 @@ from ..extend.functions import FUNCTIONS, function_identities
 from ..extend.options import OPTIONS, refused_by
 from .configuration import Configuration, Request
 from .positions import functions_of
-from .shards import Layout
+from .shards import ShardLayout
 
 
 class HostOffsets:
@@ -142,24 +142,24 @@ def _lengths(name: str, options: Mapping[str, Any]) -> tuple[int, ...]:
     return lengths
 
 
-def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[Layout, Layout]:
+def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[ShardLayout, ShardLayout]:
     """Return the layouts of the queries and keys of packed sequences."""
-    queries, keys = (Layout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS)
+    queries, keys = (ShardLayout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS)
     if len(queries.lengths) != len(keys.lengths):
         raise ValueError(f"cu_seqlens_q has {len(queries.lengths)} sequences and cu_seqlens_kv {len(keys.lengths)}")
     return queries, keys
 
 
-def _dense_layouts(queries: int, keys: int, size: int, of: Request) -> tuple[Layout, Layout]:
+def _dense_layouts(queries: int, keys: int, size: int, of: Request) -> tuple[ShardLayout, ShardLayout]:
     """Return the layouts of dense arrays from the lengths of the member's arrays."""
     seqlen_kv = of.seqlen_kv
     whole_q = queries * size if of.seqlen_q is None else read_length("seqlen_q", of.seqlen_q)
     if seqlen_kv is None:
         seqlen_kv = whole_q if queries == keys else keys * size
-    return Layout((whole_q,), size), Layout((read_length("seqlen_kv", seqlen_kv),), size)
+    return ShardLayout((whole_q,), size), ShardLayout((read_length("seqlen_kv", seqlen_kv),), size)
 
 
-def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, packed: bool) -> NoReturn:
+def _raise_share(name: str, shape: tuple[int, ...], layout: ShardLayout, rank: int, packed: bool) -> NoReturn:
     """Raise the error of an array that does not have the member's number of positions."""
     side = "kv" if name in "kv" else "q"
     source = f"cu_seqlens_{side}" if packed else f"seqlen_{side}"
@@ -174,7 +174,9 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, p
     )
 
 
-def _problem(given: Mapping[str, View], options: ReadOptions, queries: Layout, keys: Layout, dtype: str | None) -> Problem:
+def _problem(
+    given: Mapping[str, View], options: ReadOptions, queries: ShardLayout, keys: ShardLayout, dtype: str | None
+) -> Problem:
     """Return the problem of the call on one GPU, without functions."""
     options = options.without(*FUNCTIONS, "tensors")
     device = given["q"].storage.device
@@ -191,7 +193,7 @@ def _problem(given: Mapping[str, View], options: ReadOptions, queries: Layout, k
     return read_forward(**views, options=options).problem
 
 
-def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:
+def _text(problem: Problem, options: Mapping[str, Any], queries: ShardLayout, keys: ShardLayout) -> str:
     """Return the shapes and options, one per line."""
     lines = [
         f"problem: {problem}",

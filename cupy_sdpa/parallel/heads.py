@@ -17,7 +17,7 @@ from ..extend.arrays import KEY_ARRAYS
 from ..extend.kernels import accumulate
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward
-from .shards import Layout
+from .shards import ShardLayout
 
 Views = Mapping[str, View]
 Options = ReadOptions
@@ -96,7 +96,7 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
             steps.builder.copy(result, target)
 
 
-def _side(config: Configuration, name: str) -> tuple[int, Layout]:
+def _side(config: Configuration, name: str) -> tuple[int, ShardLayout]:
     """Return whether an array has positions of queries (0) or of keys (1), and which member holds which of them."""
     return (1, config.keys) if name in KEY_ARRAYS else (0, config.queries)
 

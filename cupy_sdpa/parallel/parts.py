@@ -17,7 +17,7 @@ import numpy as np
 from ..extend import Builder, Constant, View
 from ..extend.kernels import accumulate, common_rows, copy_rows
 from ..extend.options import Band
-from .shards import Interval, Layout
+from .shards import Interval, ShardLayout
 
 
 class CallTile(NamedTuple):
@@ -244,7 +244,7 @@ class Part:
 
 
 def parts(
-    queries: Layout,
+    queries: ShardLayout,
     rank: int,
     keys: Sequence[Sequence[Interval]],
     diagonals: Sequence[int],

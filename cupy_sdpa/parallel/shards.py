@@ -41,7 +41,7 @@ def boundaries(length: int, size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The positions of all members, along the queries or along the keys.
 
     Attributes:
