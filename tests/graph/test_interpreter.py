@@ -26,7 +26,7 @@ from cupy_sdpa.core.graph.nodes import GraphBuilder, Node, Tensor, row_major
 from cupy_sdpa.core.numpy_engine import buffers, tiles
 from cupy_sdpa.core.numpy_engine.bands import Masked
 from cupy_sdpa.core.numpy_engine.fusion import Fused
-from cupy_sdpa.core.numpy_engine.interpreter import POINTWISE, RULES, evaluate
+from cupy_sdpa.core.numpy_engine.interpreter import COMPILER_RULES, POINTWISE, evaluate
 from cupy_sdpa.core.numpy_engine.row_check import Checked
 from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.core.score_fn.modes import MODES
@@ -42,7 +42,7 @@ def test_every_node_has_a_rule_in_both_engines():
     its whole graph.
     """
     every = {c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
-    assert every == set(RULES) - {Checked, Fused, Masked} == set(lowering.RULES)
+    assert every == set(COMPILER_RULES) - {Checked, Fused, Masked} == set(lowering.LOWERING_RULES)
     assert set(POINTWISE) == {"gen_index", *(mode for mode, row in MODES.items() if isinstance(row.cudnn, str))}
 
 

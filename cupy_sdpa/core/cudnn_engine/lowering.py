@@ -52,7 +52,7 @@ class OperationGraph:
         with contextlib.ExitStack() as stack:
             self._stack = stack
             for node in graph.nodes:
-                RULES[type(node)](node, self)
+                LOWERING_RULES[type(node)](node, self)
             self.descriptor = self.make("OPERATIONGRAPH", {"OPS": self._operations}, "finalize the graph", handle)
             self._stack = stack.pop_all()  # success: __exit__ closes it
 
@@ -191,7 +191,7 @@ def _softmax(node: Softmax, lowered: OperationGraph) -> None:
 
 
 #: The rule of each node type.
-RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
+LOWERING_RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
     Bernoulli: _bernoulli,
     Matmul: _matmul,
     PagedLoad: _paged_load,

@@ -72,7 +72,7 @@ def evaluate(
             if keeps:
                 tile.memory = buffers.take(sizes)
             values = tile.values
-            for compute, name, unread in steps_of(run, tile, RULES):
+            for compute, name, unread in steps_of(run, tile, COMPILER_RULES):
                 values[name] = compute(tile)
                 for other in unread:
                     del values[other]
@@ -477,7 +477,7 @@ POINTWISE: dict[str, Callable[[Pointwise, Compiler], Compute]] = {
 }
 
 #: What each node means.
-RULES: dict[type[Node], Callable[[Any, Compiler], Compute]] = {
+COMPILER_RULES: dict[type[Node], Callable[[Any, Compiler], Compute]] = {
     Bernoulli: _bernoulli,
     Checked: checked,
     Fused: _fused,

@@ -1,6 +1,6 @@
 """Steps: compile a graph once to a list of functions; each takes a tile and returns a tensor's value.
 
-The interpreter's rules (:data:`.interpreter.RULES`) compile the nodes. What does not depend on arrays is decided once:
+The interpreter's rules (:data:`.interpreter.COMPILER_RULES`) compile the nodes. What does not depend on arrays is decided once:
 which inputs a tile reads, which results are rounded and written to the caller's arrays, which operands' memory a result may
 overwrite, and when a value is no longer needed.
 """
