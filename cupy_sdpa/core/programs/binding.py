@@ -14,7 +14,7 @@ from .steps import ProgramStep, Scalar
 BLOCK = "temporaries"
 
 
-class Arguments:
+class StepArguments:
     """The arguments of a step, or nested ones, with positions instead of views and scalars.
 
     They are a sequence, or a mapping of names. ``number`` returns a view's number in the program; ``depends`` is whether there
@@ -29,14 +29,14 @@ class Arguments:
         self._values = [*given.values()] if isinstance(given, Mapping) else [*given]
         self._views: list[tuple[int, int]] = []
         self._scalars: list[tuple[int, str]] = []
-        self._nested: list[tuple[int, Arguments]] = []
+        self._nested: list[tuple[int, StepArguments]] = []
         for position, value in enumerate(self._values):
             if isinstance(value, View):
                 self._views.append((position, number(value)))
             elif isinstance(value, Scalar):
                 self._scalars.append((position, value.name))
             elif isinstance(value, (tuple, list)):
-                nested = Arguments(value, number)
+                nested = StepArguments(value, number)
                 if nested.depends:
                     self._nested.append((position, nested))
         self.depends: bool = bool(self._views or self._scalars or self._nested)
@@ -69,7 +69,7 @@ class Bindings:
             return numbers[view]
 
         given = (step.attend.arrays if step.attend else step.arguments for step in steps)
-        self.arguments = [Arguments(one, number) for one in given]
+        self.arguments = [StepArguments(one, number) for one in given]
 
     def arrays(self, by_storage: Mapping[str, Any], *, on_gpu: bool) -> list[Any]:
         """Return the arrays of all views, from arrays by the names of storages; the temporaries' storage is :data:`BLOCK`."""
