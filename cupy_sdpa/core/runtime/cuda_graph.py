@@ -25,7 +25,7 @@ GRAPH_BYTES = 128 << 10
 HOST_BYTES = 8 << 10
 
 #: A function that enqueues work, such as a node's, or raises an error, and its arguments.
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
 #: Takes a step of the host in a capture: the function and its arguments.
 OnHost = Callable[[Any, tuple[Any, ...]], None]
 
@@ -67,8 +67,8 @@ class Recording:
         self._executables: list[int] = []
         self.has_host_steps = len(self._graphs) < len(parts)
         #: What a launch calls: with whole graphs, where they are executable, and kernel by kernel.
-        self._whole: list[Call] = []
-        self._singly: list[Call] = []
+        self._whole: list[DriverCall] = []
+        self._singly: list[DriverCall] = []
         try:
             for part in parts:
                 if not isinstance(part, int):
@@ -114,7 +114,9 @@ class Recording:
                 stack.callback(runtime.graphExecDestroy, executable)
 
 
-def capture(run: Callable[[OnHost], None], memory: cupy_runtime.Memory | None = None) -> tuple[list[int | Call], list[Any]]:
+def capture(
+    run: Callable[[OnHost], None], memory: cupy_runtime.Memory | None = None
+) -> tuple[list[int | DriverCall], list[Any]]:
     """Capture the work that ``run`` enqueues, and that allocates in ``memory``, into CUDA graphs; nothing runs.
 
     Returns the graphs, which the caller destroys, with the steps of the host between them; and arrays that did not fit into the
@@ -122,7 +124,7 @@ def capture(run: Callable[[OnHost], None], memory: cupy_runtime.Memory | None = 
     of the stream that is current outside the capture. After an error the capture is ended, and the current stream is restored.
     """
     cuda = cupy_runtime.cupy().cuda
-    parts: list[int | Call] = []
+    parts: list[int | DriverCall] = []
     with cupy_runtime.arena(memory, cuda.get_current_stream()) as arena, cuda.Stream(non_blocking=True) as stream:
 
         def begin() -> None:
@@ -175,7 +177,7 @@ def has_nodes(graph: int) -> bool:
     return bool(status or count)
 
 
-def driver_calls(graph: int, stream: int) -> list[Call]:
+def driver_calls(graph: int, stream: int) -> list[DriverCall]:
     """Return a graph's nodes as driver calls, in order; an empty list unless the graph is a sequence of kernels and memsets."""
     cuda = driver.bindings()
     nodes = _lists_of(cuda.cuGraphGetNodes, graph)[0]
@@ -197,7 +199,7 @@ def _lists_of(function: Any, graph: int) -> list[Any]:
     return [[], []] if status else lists
 
 
-def _driver_call(node: Any, stream: int) -> Iterator[Call]:
+def _driver_call(node: Any, stream: int) -> Iterator[DriverCall]:
     """Yield the driver call of a kernel node or of a memset node of one row; nothing for other nodes.
 
     CuPy's functions take integers, in half the time of ``cuda.bindings``' functions, which are used where CuPy has none.
@@ -227,7 +229,7 @@ def _checked(function: Callable[..., Any], *arguments: Any) -> None:
 _DIMENSIONS = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
-def _kernel_launch(node: Any, params: Any, stream: int) -> Call:
+def _kernel_launch(node: Any, params: Any, stream: int) -> DriverCall:
     cuda = driver.bindings()
     function = int(params.func) or int(params.kern)  # the driver accepts either
     attributes = list(_launch_attributes(node))
