@@ -70,7 +70,7 @@ class ExpectedResults:
 
 
 #: A message, and the names of the wrong results or arrays.
-Finding = tuple[str, str]
+Difference = tuple[str, str]
 
 
 class Comparison:
@@ -86,7 +86,7 @@ class Comparison:
         self.expected: dict[int, ExpectedResults] = {}
         self.first_results: dict[int, dict[str, Any]] = {}
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Difference]:
         """Make all calls, and generate what is wrong."""
         runner, case = self.runner, self.case
         memory = runner.allocate()
@@ -112,7 +112,7 @@ class Comparison:
         if "fp8" in case.options and (message := wrong_scale(runner.data[1], memory.views)):
             yield message, "scale"
 
-    def _of_results(self, results: dict[str, Any], index: int, call: str, *, same_bits: bool = True) -> Iterator[Finding]:
+    def _of_results(self, results: dict[str, Any], index: int, call: str, *, same_bits: bool = True) -> Iterator[Difference]:
         """Compare results with the expected ones, and with the bits of an earlier call."""
         # Copying to the host waits for the GPU, so errors of kernels are raised here.
         arrays = {name: on_host(x) for name, x in results.items()}
@@ -127,7 +127,7 @@ class Comparison:
         if messages:
             yield f"{call}: {'; '.join(messages.values())}", ", ".join(messages)
 
-    def _of_memory(self, memory: DrawnMemory, inputs: dict[str, Any]) -> Iterator[Finding]:
+    def _of_memory(self, memory: DrawnMemory, inputs: dict[str, Any]) -> Iterator[Difference]:
         """Check that a call changed no input, from the bits before the call, and nothing around the results."""
         for name, before in inputs.items():
             if name not in RESULTS and not np.array_equal(before, memory.host_bits(name)):
@@ -136,7 +136,7 @@ class Comparison:
             if memory.surroundings_changed(name):
                 yield f"the call wrote outside {name}", name
 
-    def _of_sequences_alone(self, memory: DrawnMemory, results: dict[str, Any], index: int) -> Iterator[Finding]:
+    def _of_sequences_alone(self, memory: DrawnMemory, results: dict[str, Any], index: int) -> Iterator[Difference]:
         """Check that the first and the last sequence have the same bits alone, where the package states it."""
         runner, case = self.runner, self.case
         if case.b < 2 or case.layouts or not case.options.keys() <= WITH_BITS_ALONE:
