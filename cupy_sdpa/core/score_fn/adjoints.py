@@ -111,58 +111,58 @@ class AdjointArithmetic:
 
 _NOT_STRICT = {"cmp_gt": "cmp_ge", "cmp_lt": "cmp_le"}
 
-Gradients = Sequence[Adjoint | None]
+Adjoints = Sequence[Adjoint | None]
 #: (arithmetic, the gradient of the result, the result, the operands) -> the gradients of the operands.
-Rule = Callable[..., Gradients]
+Rule = Callable[..., Adjoints]
 
 
-def of_none(a: AdjointArithmetic, g: Adjoint, out: int, *operands: int) -> Gradients:
+def of_none(a: AdjointArithmetic, g: Adjoint, out: int, *operands: int) -> Adjoints:
     """No derivative."""
     return [None] * len(operands)
 
 
-def of_mul(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def of_mul(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Adjoints:
     """Return the product rule."""
     return a.multiply(g, b), a.multiply(g, x)
 
 
-def of_div(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def of_div(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Adjoints:
     """``d(x / b) = dx / b - (x / b) db / b``."""
     quotient = a.divide(g, b)
     return quotient, a.multiply(quotient, out).scaled(-1.0)
 
 
-def of_tan(mode: str, a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
+def of_tan(mode: str, a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Adjoints:
     """``d tan = 1 + tan^2`` as ``dy + (dy y) y`` (mode add); ``d tanh = 1 - tanh^2`` as ``dy - (dy y) y`` (mode sub)."""
     squares = a.writer.add("mul", a.writer.add("mul", g.value, out), out)
     return [g._replace(value=a.writer.add(mode, g.value, squares))]
 
 
-def of_abs(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
+def of_abs(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Adjoints:
     """``d |x| = (x > 0) - (x < 0)``."""
     zero = a.writer.constant(0.0)
     positive, negative = a.writer.add("cmp_gt", x, zero), a.writer.add("cmp_lt", x, zero)
     return [a.multiply(g, a.writer.add("sub", positive, negative))]
 
 
-def of_erf(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
+def of_erf(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Adjoints:
     """``d erf = 2 / sqrt(pi) exp(-x^2)``."""
     bell = a.writer.add("exp", a.writer.add("neg", a.writer.add("mul", x, x)))
     return [a.multiply(g, bell).scaled(2 / math.sqrt(math.pi))]
 
 
-def of_pow(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def of_pow(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Adjoints:
     """``d x^b = b x^(b-1) dx + x^b log x db``."""
     lower = a.writer.add("pow", x, a.writer.add("sub", b, a.writer.constant(1.0)))
     dx = a.multiply(g, b, lower)
     return dx, a.multiply(g, out, a.writer.add("log", x))
 
 
-def of_mod(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradients:
+def of_mod(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Adjoints:
     """``d(x mod b) = dx - trunc(x / b) db``, where ``trunc(x / b) = (x - out) / b``."""
     return g, a.divide(a.multiply(g, a.writer.add("sub", x, out)).scaled(-1.0), b)
 
 
-def of_select(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int, condition: int) -> Gradients:
+def of_select(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int, condition: int) -> Adjoints:
     """By selection: with conditions as factors, cuDNN 9.19 gave wrong results for some functions."""
     return a.where(g, condition), a.where(g, a.writer.opposite(condition)), None
