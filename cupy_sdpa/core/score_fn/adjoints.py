@@ -113,7 +113,7 @@ _NOT_STRICT = {"cmp_gt": "cmp_ge", "cmp_lt": "cmp_le"}
 
 Adjoints = Sequence[Adjoint | None]
 #: (arithmetic, the gradient of the result, the result, the operands) -> the gradients of the operands.
-Rule = Callable[..., Adjoints]
+AdjointRule = Callable[..., Adjoints]
 
 
 def of_none(a: AdjointArithmetic, g: Adjoint, out: int, *operands: int) -> Adjoints:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .adjoints import Rule, RuleWriter, of_abs, of_div, of_erf, of_mod, of_mul, of_none, of_pow, of_select, of_tan
+from .adjoints import AdjointRule, RuleWriter, of_abs, of_div, of_erf, of_mod, of_mul, of_none, of_pow, of_select, of_tan
 
 
 class Mode(NamedTuple):
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     cudnn: str | Callable[..., int]
     code: str
     formula: str
-    derivative: Rule
+    derivative: AdjointRule
     integers: str = ""
     flipped: str = ""
     opposite: str = ""
