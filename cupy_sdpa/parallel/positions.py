@@ -45,7 +45,7 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
     """The options of a call at some positions, except those that the group decides, such as packing, sinks and seeds.
 
     ``options`` are for whole sequences, with views in place of arrays; ``recorded`` are the functions of :func:`functions_of`.
-    The rows of the options say which are sliced (:data:`.core.options.option.Parts`).
+    The rows of the options say which are sliced (:data:`.core.options.option.PartsOption`).
     """
     made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
     scalars = {**options.scalars}

@@ -16,7 +16,7 @@ from .values import is_one_of
 #: What the parts of a call get if a function splits it, such as the methods of a group and ``weight_sums``: the ``"same"``
 #: value, the elements of the part (``"sliced"``), or what the function decides (``"call"``), as for masks of bands and packed
 #: sequences. Without a value (``""``) such functions do not take the option.
-Parts = Literal["", "same", "sliced", "call"]
+PartsOption = Literal["", "same", "sliced", "call"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Option:
         split: whether keys in pages are split with it.
         diagonal: whether it measures positions from the diagonal.
         blocks: whether the blocks of a block mask are computed with it; with other options the mask becomes dense.
-        parts: how a function that splits a call gives it to the calls on the parts, see :data:`Parts`.
+        parts: how a function that splits a call gives it to the calls on the parts, see :data:`PartsOption`.
         cpu_only: why cuDNN does not compute it; None if it does.
         refused: the functions that do not take it, and what to do instead; empty if another error says it.
         taken: the functions that take it although they take few options (:data:`.table.OF_FEW_OPTIONS`).
@@ -107,7 +107,7 @@ class Option:
     split: bool = False
     diagonal: bool = False
     blocks: bool = False
-    parts: Parts = ""
+    parts: PartsOption = ""
     cpu_only: CpuOnly | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[str, ...] = ()
