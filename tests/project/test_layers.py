@@ -68,6 +68,12 @@ EXCEPTIONS = {
         "_interrupt.restore",
     },
 }  # fmt: skip
+#: The names of classes that are also names of types elsewhere, with the reasons.
+SAME_NAMES = {
+    "Array": "numpy's arrays, in modules that never see others",
+    "Function": "any callable, where functions of callers are only called or decorated",
+    "Options": "the options as any mapping, or as read",
+}
 #: The most lines per module.
 LINES = 600
 
@@ -215,6 +221,21 @@ def test_imports_have_no_cycle():
         wanted = {found[:n] for found in imports_of(path) for n in range(1, len(found) + 1)}
         graph[own] = {other for other in wanted if other in names} - {own}
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_a_class_name_has_one_meaning():
+    """The name belongs to no other class of the package, and to no assignment such as ``Name = tuple[...]``."""
+    found = collections.defaultdict(set)
+    classes = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+                found[node.name].add((path, node.lineno))
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                found[node.targets[0].id].add((path, node.lineno))
+    several = {name for name in classes if len(found[name]) > 1}
+    assert several == SAME_NAMES.keys(), {name: sorted(map(str, found[name])) for name in several}
 
 
 def test_modules_are_small():
