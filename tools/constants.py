@@ -11,8 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "cupy_sdpa"
-TARGET = PACKAGE / "cudnn" / "constants.py"
+CORE = Path(__file__).resolve().parents[1] / "cupy_sdpa" / "core"
+TARGET = CORE / "cudnn" / "constants.py"
 #: The enums of the table by their C names. True: all constants; False: those that the package names.
 ENUMS = {
     "cudnnStatus_t": False,
@@ -28,8 +28,8 @@ ENUMS = {
     "cudnnBackendHeurMode_t": False,
     "cudnnCudaGraphRetention_t": False,
 }
-#: The folders of the package that name constants: by attributes such as ``DataType.HALF``, or in strings, such as ``"cmp_eq"``.
-FOLDERS = ("cudnn", "cudnn_engine", "graph")
+#: The modules of the core that name constants: by attributes such as ``DataType.HALF``, or in strings, such as ``"cmp_eq"``.
+CODE = ("cudnn/*.py", "cudnn_engine/*.py", "graph/*.py", "score_fn/modes.py")
 
 _ENUM = re.compile(r"typedef enum\s*\{(?P<body>[^{}]*)\}\s*(?P<name>cudnn\w+_t)\b")
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
@@ -77,7 +77,7 @@ def prefix(names: list[str]) -> str:
 def words() -> set[str]:
     """The strings, attributes and keywords in the code that names constants."""
     found = set()
-    for path in (path for folder in FOLDERS for path in (PACKAGE / folder).glob("*.py") if path != TARGET):
+    for path in (path for pattern in CODE for path in CORE.glob(pattern) if path != TARGET):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value.upper())
