@@ -548,3 +548,16 @@ def test_the_largest_head_dims_of_derivatives(capability, d, runs):
         reason for one in jvp_problems(shape, shape, shape, dtype="bfloat16") for reason in why_not(one, 92800, capability)
     ]
     assert (not reasons) is runs
+
+
+def test_sinks_are_merged_into_a_dense_output(fake):
+    """The kernel writes a temporary array, whatever strides the caller's output has."""
+    q, pages = fake.zeros((64, 4, 1, 2), np.float16, order="F"), fake.zeros((64, 2, 16, 6), np.float16, order="F")
+    options = {
+        "sinks": fake.zeros(4, np.float32), "mask": fake.ones((48, 1, 1, 2), bool, order="F"),
+        "page_table": fake.asarray(np.arange(6, dtype=np.int32).reshape(3, 2, order="F")),
+        "seq_lens_kv": fake.asarray(np.int32([3, 40])), "out": fake.zeros((64, 16, 1, 2), np.float16, order="F")[:, ::4],
+    }  # fmt: skip
+    report = cupy_sdpa.explain(q, pages, pages, **options)
+    assert "merged into the results" in str(report)
+    assert report.problem.out.strides == (2, 2 * 64, 2 * 64 * 4, 2 * 64 * 4)
