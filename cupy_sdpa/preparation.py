@@ -99,11 +99,17 @@ def prepare(
 
 
 class Prepared(Generic[ResultT]):
-    """A call of a function of this package that is already planned; returned by :func:`prepare`.
+    """Make a call of a function of this package that is already planned; returned by :func:`prepare`.
 
     Attributes:
         problem: the problem that it computes.
         report: how it runs, see :func:`cupy_sdpa.explain`.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> q = k = v = np.ones((8, 2, 16, 1), np.float32, order="F")
+    >>> call = cupy_sdpa.prepare(q, k, v, causal=True)
+    >>> call.report.engine, call.problem.sizes
+    ('numpy', (8, 8, 2, 2, 16, 16, 1))
     """
 
     def __init__(
@@ -145,16 +151,29 @@ class Prepared(Generic[ResultT]):
         dstats: Array | None = None,
         **options: Unpack[Options],
     ) -> ResultT:
-        """Compute.
+        """Compute the call with other arrays.
 
         Args:
-            arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
-            out, stats, dq, dk, dv: arrays to write the results into.
+            arrays: q, k and v; for the backward pass dout, q, k, v, out and stats. Shapes are as for
+                :func:`cupy_sdpa.attention` and :func:`cupy_sdpa.attention_backward`.
+            out, stats, dq, dk, dv: arrays to write the results into. Default None: new arrays.
             dstats: the gradient of the log-sum-exp, if the backward pass was prepared with one.
             options: options that differ from the options of :func:`prepare`, such as other lengths.
 
+        Returns:
+            The results of the prepared function: an array, or a tuple.
+
         Raises:
+            TypeError: the number of arrays is wrong, a result does not belong to the call, or an option is passed that
+                :func:`prepare` has already set, such as ``return_stats``.
             ValueError: the arguments define a problem that differs from the prepared one.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> q = k = v = np.ones((8, 2, 16, 1), np.float32, order="F")
+        >>> call = cupy_sdpa.prepare(q, k, v, causal=True)
+        >>> out = np.empty_like(q)
+        >>> call(2 * q, k, v, out=out) is out
+        True
         """
         merged = {**self._options, **options} if options else self._options
         passed = (*arrays, out, stats) if dq is dk is dv is dstats is None else (*arrays, out, stats, dq, dk, dv, dstats)

@@ -44,7 +44,7 @@ def attention(
     max_sumexp: bool = False,
     **options: Any,
 ) -> tuple[NDArray[np.float64], ...]:
-    r"""Scaled dot-product attention and its log-sum-exp.
+    r"""Compute scaled dot-product attention and its log-sum-exp.
 
     .. math:: o_i = \sum_j p_{ij}\, v_j, \qquad p_{ij} = e^{s_{ij} - m_i} / \ell_i, \qquad s_{ij} = \tau\, q_i \cdot k_j, \qquad
               m_i = \max_j s_{ij}, \qquad \ell_i = \sum_j e^{s_{ij} - m_i}, \qquad L_i = m_i + \log \ell_i
@@ -59,12 +59,13 @@ def attention(
         v: ``(Dv, Hkv, Skv, B)``.
         scale: :math:`\tau`; default 1/sqrt(D).
         sinks: ``(Hq,)``, the score of each head's sink. A fully masked query attends only to its sink.
-        dropout_p: :math:`P`, 0 <= P < 1.
-        dropout_mask: bool ``(Skv, Sq, Hq, B)``, True for the weights that dropout keeps; an axis may have length 1.
+        dropout_p: :math:`P`, 0 <= P < 1. Default 0.
+        dropout_mask: bool ``(Skv, Sq, Hq, B)``, True for the weights that dropout keeps; an axis may have length 1. Default
+            None: all.
         cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)``, for packed sequences: arrays are ``(D, H, total)``, and sequence b is
             ``cu_seqlens[b]:cu_seqlens[b + 1]``. Bias, mask and dropout_mask keep their four axes; each sequence uses their
             first keys and queries.
-        max_sumexp: whether to also return :math:`m` and :math:`\ell`.
+        max_sumexp: whether to also return :math:`m` and :math:`\ell`. Default False.
         options: softcap, alibi_slopes, bias, bias_repeats, mask, causal, window, seq_lens_q, seq_lens_kv, as for
             :func:`scores`.
 
@@ -72,6 +73,10 @@ def attention(
         out ``(Dv, Hq, Sq, B)`` and stats ``(Sq, Hq, B)``, float64; with ``max_sumexp`` also max and sum_exp, in the shape of
         stats. The output of a query without key and sink, or beyond the length, is 0; its stats and max are -inf, its
         sum_exp is 0. For packed sequences out is ``(Dv, Hq, total)``, and the others are ``(Hq, total)``.
+
+    Raises:
+        ValueError: shapes do not match, Hq is not a multiple of Hkv, ``causal`` is not one of its values, a mask is not bool or
+            does not broadcast, packed sequences lack offsets, or ``bias_repeats`` is passed with them.
 
     >>> q = np.ones((8, 1, 2, 1)); v = np.arange(2.0).reshape(1, 1, 2, 1)
     >>> out, stats = attention(q, q, v, causal=True)
@@ -129,7 +134,7 @@ def attention_backward(
     return_dsinks: bool = False,
     **options: Any,
 ) -> tuple[NDArray[np.float64], ...]:
-    r"""The gradients of :func:`attention`, by the chain rule with the Jacobian of the softmax of each row.
+    r"""Compute the gradients of :func:`attention`, by the chain rule with the Jacobian of the softmax of each row.
 
     .. math:: dv_j \mathrel{+}= p_{ij}\, do_i, \qquad dp_{ij} = do_i \cdot v_j, \qquad
               ds_{ij} = p_{ij} \Bigl(dp_{ij} - \sum_l p_{il}\, dp_{il} + dL_i\Bigr), \qquad
@@ -146,13 +151,17 @@ def attention_backward(
         q, k, v, scale, softcap, bias, bias_repeats, sinks, dropout_p, dropout_mask, cu_seqlens_q, cu_seqlens_kv, options: as
             for :func:`attention`.
         dstats: :math:`dL`, the gradient of the log-sum-exp, ``(Sq, Hq, B)``, packed ``(Hq, Tq)``; None is 0.
-        return_dbias, return_dsinks: whether to also return the gradients of the bias and of the sinks.
+        return_dbias, return_dsinks: whether to also return the gradients of the bias and of the sinks. Default False.
 
     Returns:
         dq ``(D, Hq, Sq, B)``, dk ``(D, Hkv, Skv, B)``, dv ``(Dv, Hkv, Skv, B)``, float64; dk and dv are summed over the
         query heads of a group. With ``return_dbias`` dbias, in the shape of the bias, summed over its axes of length 1 and over
-        the batch entries that share it; with
-        ``return_dsinks`` dsinks ``(Hq,)``. For packed sequences dq, dk and dv have the shapes of q, k and v.
+        the batch items that share it; with ``return_dsinks`` dsinks ``(Hq,)``. For packed sequences dq, dk and dv have the
+        shapes of q, k and v.
+
+    Raises:
+        ValueError: as :func:`attention`; ``dout`` does not have the shape of the output; or ``return_dbias`` is True without a
+            bias.
 
     >>> x = np.ones((8, 1, 2, 1))
     >>> dq, dk, dv = attention_backward(x, x, x, x)
@@ -224,13 +233,19 @@ def scores(
     Args:
         q, k, scale: as for :func:`attention`.
         h, b: the query head and the batch item.
-        softcap: :math:`c`.
+        softcap: :math:`c`. Default None: the scores are not capped.
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
         bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. A score of at most -5e8 with the
             bias is masked.
-        bias_repeats: how many consecutive batch entries share a bias, which is then ``(Skv, Sq, Hq, B / bias_repeats)``.
+        bias_repeats: how many consecutive batch items share a bias, which is then ``(Skv, Sq, Hq, B / bias_repeats)``.
         mask: bool, with the axes of the bias; False masks a key.
         options: causal, window, seq_lens_q, seq_lens_kv, as for :func:`visible`.
+
+    Returns:
+        The scores, float64 ``(Sq, Skv)``.
+
+    Raises:
+        ValueError: a bias or a mask does not broadcast to ``(Skv, Sq, Hq, B)``.
 
     >>> x = np.ones((4, 1, 2, 1))
     >>> scores(x, x, 0, 0, alibi_slopes=np.array([0.5]), bias=np.full((1, 1, 1, 1), 10.0)).tolist()
@@ -265,10 +280,16 @@ def modified(s: Any, *, softcap: Any = None, penalty: Any = 0.0, bias: Any = 0.0
     .. math:: c \tanh \frac{s}{c} - a + \beta
 
     Args:
-        s: the scores.
-        softcap: :math:`c`; None for none.
-        penalty: :math:`a`, the slope times the distance.
-        bias: :math:`\beta`.
+        s: the scores, ``(..., Sq, Skv)``.
+        softcap: :math:`c`. Default None: the scores are not capped.
+        penalty: :math:`a`, the slope times the distance, which broadcasts to s. Default 0.
+        bias: :math:`\beta`, which broadcasts to s. Default 0.
+
+    Returns:
+        The scores, with the shape of s.
+
+    >>> modified(np.array([[0.0, 4.0]]), penalty=np.array([[0.0, 0.5]]), bias=1.0)
+    array([[1. , 4.5]])
     """
     s = s if softcap is None else softcap * np.tanh(s / softcap)
     with np.errstate(over="ignore"):
@@ -281,8 +302,14 @@ def output(p: Any, v: Any, *, keep: Any = 1.0, rounded: Callable[[Any], Any] = _
     Args:
         p: the weights, ``(..., Sq, Skv)``.
         v: ``(..., Skv, Dv)``.
-        keep: the factors of dropout, 0 or :math:`1 / (1 - P)`.
-        rounded: rounds the weights and the output, as a kernel does.
+        keep: the factors of dropout, 0 or :math:`1 / (1 - P)`, which broadcast to p. Default 1: no dropout.
+        rounded: rounds the weights and the output, as a kernel does. Default: no rounding.
+
+    Returns:
+        The output, ``(..., Sq, Dv)``.
+
+    >>> output(np.array([[0.25, 0.75]]), np.array([[0.0], [4.0]]))
+    array([[3.]])
     """
     return rounded(rounded(p * keep) @ v)
 
@@ -308,11 +335,22 @@ def gradients(
         dout, q: ``(..., Sq, Dv)`` and ``(..., Sq, D)``.
         k, v: ``(..., Skv, D)`` and ``(..., Skv, Dv)``.
         scale: :math:`\tau`.
-        keep: the factors of dropout.
-        slope: the derivative of the scores by :math:`\tau\, q_i \cdot k_j`.
-        out: the output, if :math:`\delta` is computed as a kernel computes it, from :math:`do_i \cdot o_i`.
-        dstats: :math:`dL`, the gradient of the log-sum-exp, ``(..., Sq, 1)``.
-        rounded: rounds the factors of the products of matrices, as a kernel does.
+        keep: the factors of dropout, as for :func:`output`. Default 1: no dropout.
+        slope: the derivative of the scores by :math:`\tau\, q_i \cdot k_j`, which broadcasts to p. Default 1.
+        out: the output ``(..., Sq, Dv)``, to compute :math:`\delta` as a kernel computes it, from :math:`do_i \cdot o_i`.
+            Default None.
+        dstats: :math:`dL`, the gradient of the log-sum-exp, ``(..., Sq, 1)``. Default 0.
+        rounded: rounds the factors of the products of matrices, as a kernel does. Default: no rounding.
+
+    Returns:
+        dq ``(..., Sq, D)``, dk ``(..., Skv, D)``, dv ``(..., Skv, Dv)``, ds ``(..., Sq, Skv)`` and :math:`\delta`
+        ``(..., Sq, 1)``.
+
+    >>> one = np.ones((1, 1))
+    >>> p, k, v = np.array([[0.5, 0.5]]), np.array([[1.0], [0.0]]), np.array([[0.0], [4.0]])
+    >>> dq, dk, dv, ds, delta = gradients(p, one, one, k, v, scale=1.0)
+    >>> dq.tolist(), ds.tolist(), delta.tolist()
+    ([[-1.0]], [[-1.0, 1.0]], [[2.0]])
     """
     dp = (dout @ v.swapaxes(-1, -2)) * keep
     delta = ((p * dp) if out is None else dout * out).sum(axis=-1, keepdims=True) - dstats
@@ -331,11 +369,18 @@ def directional_derivative(
               + \sum_j p_{ij}\, \mathrm{keep}_{ij}\, dv_j
 
     Args:
-        p: the weights.
+        p: the weights, ``(..., Sq, Skv)``.
         ds: the derivatives of the scores, ``(..., Sq, Skv)``.
-        v, dv: the values and their tangents.
-        keep: the factors of dropout.
-        rounded: rounds the factors and the results of the products, as a kernel does.
+        v, dv: the values and their tangents, ``(..., Skv, Dv)``.
+        keep: the factors of dropout, as for :func:`output`. Default 1: no dropout.
+        rounded: rounds the factors and the results of the products, as a kernel does. Default: no rounding.
+
+    Returns:
+        The derivative ``(..., Sq, Dv)``, and the mean :math:`\sum_l p_{il}\, ds_{il}`, ``(..., Sq, 1)``.
+
+    >>> p, v = np.array([[0.5, 0.5]]), np.array([[0.0], [4.0]])
+    >>> directional_derivative(p, np.array([[-1.0, 1.0]]), v, np.zeros_like(v))
+    (array([[2.]]), array([[0.]]))
     """
     mean = (p * ds).sum(axis=-1, keepdims=True)
     return rounded(rounded(rounded(p * (ds - mean) * keep) @ v) + output(p, dv, keep=keep, rounded=rounded)), mean
@@ -352,7 +397,8 @@ def exponentials(s: NDArray[Any], sink: NDArray[Any]) -> tuple[NDArray[Any], ...
         sink: :math:`\sigma`, the score of the sink of each query, ``(..., Sq)``; -inf without a sink.
 
     Returns:
-        e, the exponential of the sink, m and :math:`\ell`. In a fully masked row they are 0, 0, -inf and 0.
+        e ``(..., Sq, Skv)``; the exponential of the sink, m and :math:`\ell`, each ``(..., Sq)``. In a fully masked row they
+        are 0, 0, -inf and 0.
 
     >>> exponentials(np.array([[0.0, -np.inf]]), np.array([0.0]))
     (array([[1., 0.]]), array([1.]), array([0.]), array([2.]))
@@ -379,8 +425,11 @@ def visible(
     Args:
         i: the query, or a column of queries; then the result has one row per query.
         b: the batch item.
-        queries, keys: the lengths of the arrays.
+        queries, keys: the lengths of the arrays, Sq and Skv.
         causal, window, seq_lens_q, seq_lens_kv: as for :func:`cupy_sdpa.attention`.
+
+    Returns:
+        bool ``(Skv,)``, or ``(queries of i, Skv)``.
 
     >>> visible(1, 0, 3, 5, causal="bottom_right").tolist()
     [True, True, True, True, False]
@@ -410,6 +459,9 @@ def diagonal(
         i: the query, or a column of queries.
         queries, keys: the lengths of the batch item.
         causal, window: as for :func:`visible`.
+
+    Returns:
+        The key, with the shape of i.
 
     >>> diagonal(1, 3, 5), diagonal(1, 3, 2, window=(4, 4, "bottom_right"))
     (1, 0)

@@ -35,13 +35,21 @@ __all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems", 
 
 @dataclass(frozen=True)
 class Built:
-    """The result of :func:`build` for one problem on one GPU.
+    """Hold the result of :func:`build` for one problem on one GPU.
 
     Attributes:
         problem: the problem.
         gpu: the GPU model.
         plan: the properties of the plan; None if the problem has no plan, or if the plan cannot be stored.
         reason: why there is no plan, or why it cannot be stored; empty if there is a plan.
+
+    >>> import cupy_sdpa
+    >>> from cupy_sdpa.store import Built
+    >>> shape = (512, 8, 1024, 2)
+    >>> problem = cupy_sdpa.problem(shape, shape, shape, dtype="float16", backward=True)
+    >>> built = [Built(problem, "NVIDIA H200", None, "head dims above 256 are not supported")]
+    >>> [f"{result.gpu}: {result.reason}" for result in built if result.plan is None]
+    ['NVIDIA H200: head dims above 256 are not supported']
     """
 
     problem: Problem
@@ -53,7 +61,13 @@ class Built:
 def kept() -> DiskCache:
     """Return the disk cache of this process.
 
-    Its attributes are ``nbytes``, ``paths()`` and ``clear()``; ``print`` shows the folder and what it contains.
+    Returns:
+        The cache, a :class:`DiskCache`: ``nbytes``, ``paths()``, ``clear()``, ``hits`` and ``misses``; ``print`` shows the
+        folder and what it contains.
+
+    >>> import cupy_sdpa.store
+    >>> all(path.is_file() for path in cupy_sdpa.store.kept().paths())
+    True
     """
     return current()
 
@@ -88,6 +102,15 @@ def build(
         CudnnError: this machine cannot plan; the message lists what is missing.
         TypeError, ValueError: an argument is invalid, the GPU is unknown, or the version of cuDNN is not the required one.
         OSError: plans cannot be stored in the folder.
+
+    On a machine with cuDNN:
+
+    >>> import cupy_sdpa, cupy_sdpa.store
+    >>> shape = (128, 8, 4096, 1)
+    >>> problem = cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16", causal=True)
+    >>> results = cupy_sdpa.store.build([problem], ["h100", "h200"], "plans")  # doctest: +SKIP
+    >>> [result.gpu for result in results if result.plan is None]  # doctest: +SKIP
+    []
     """
     from .offline.remote_planner import Planner, load_target
 
@@ -190,9 +213,22 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
     Args:
         path: the file.
 
+    Returns:
+        The problems in the order of the file, each once.
+
     Raises:
-        ValueError: a line is not a problem; the message contains its number.
-        OSError: the file cannot be read.
+        ValueError: a line is not a problem (the message contains its number), or there is no line.
+        OSError: the file cannot be read, is not a regular file, or has more than 64 MiB.
+
+    >>> import pathlib, tempfile, cupy_sdpa.store
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "problems.jsonl")
+    ...     _ = path.write_text("[]")
+    ...     try:
+    ...         cupy_sdpa.store.read_problems(path)
+    ...     except ValueError as error:
+    ...         print(str(error).removeprefix(str(path)))
+    , line 1 is not a problem: a problem is a JSON object, not []
     """
     return problem_file.read(path, _check_operations)
 

@@ -182,12 +182,20 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
 
 
 class Pullback(Generic[GradientsT]):
-    """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
+    """Compute the gradients of one attention call; returned by :func:`attention_vjp`.
 
     It keeps references to q, k, v, out, stats and the options' arrays, not copies: do not change them before the last call. On
     the CPU a change of q, k or v raises ValueError, because stats and out then belong to other arrays. Score and mask functions
     stay as in the forward pass, even if they have changed since. If the forward pass is captured in a CUDA graph, keep the
     pullback as long as the graph: with ``compute_dtype`` it owns arrays that the graph writes.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> q = k = v = np.ones((8, 1, 4, 1), np.float32, order="F")
+    >>> (out, stats), pullback = cupy_sdpa.attention_vjp(q, k, v, return_stats=True)
+    >>> dq, dk, dv = pullback(np.ones_like(out))
+    >>> dq, dk, dv = pullback(None, np.ones_like(stats))
+    >>> float(abs(dv).max())
+    0.0
     """
 
     def __init__(
@@ -213,7 +221,32 @@ class Pullback(Generic[GradientsT]):
         dk: Array | None = None,
         dv: Array | None = None,
     ) -> GradientsT:
-        """Compute ``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
+        r"""Compute ``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`.
+
+        .. math:: dq = \Bigl(\frac{\partial o}{\partial q}\Bigr)^{\!T} do + \Bigl(\frac{\partial L}{\partial q}\Bigr)^{\!T} dL
+                  \qquad \text{(dk and dv likewise)}
+
+        Args:
+            dout: :math:`do`, the gradient of the output, ``(Dv, Hq, Sq, B)``, packed ``(Dv, Hq, Tq)``; None for 0.
+            dstats: :math:`dL`, the gradient of the log-sum-exp, ``(Sq, Hq, B)``, packed ``(Hq, Tq)``, with the dtype of stats.
+                Default None: 0. Only if ``attention_vjp`` was called with ``return_stats=True``.
+            dq, dk, dv: arrays to write the gradients into, with the shapes and dtypes of q, k and v. Default None: new
+                arrays.
+
+        Returns:
+            ``(dq, dk, dv)``, then the requested gradients in the order of :func:`attention_backward`.
+
+        Raises:
+            TypeError: ``dstats`` is passed, and the call did not return the log-sum-exp.
+            TypeError, ValueError, Unsupported, CudnnError: as :func:`attention_backward`; on the CPU ValueError also if q, k or
+                v has changed since the forward pass.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> q = k = v = np.ones((8, 1, 4, 1), np.float32, order="F")
+        >>> out, pullback = cupy_sdpa.attention_vjp(q, k, v, sinks=np.zeros(1, np.float32), return_dsinks=True)
+        >>> [gradient.shape for gradient in pullback(np.ones_like(out), dq=np.empty_like(q))]
+        [(8, 1, 4, 1), (8, 1, 4, 1), (8, 1, 4, 1), (1,)]
+        """
         if dstats is not None and not self.takes_dstats:
             raise TypeError(
                 "dstats is passed, the second positional argument, but the call did not return the log-sum-exp: pass "
@@ -229,7 +262,14 @@ class Pullback(Generic[GradientsT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that the pullback keeps; an array that is used twice, as with q = k, counts once."""
+        """Bytes of the arrays that the pullback keeps; an array that is used twice, as with q = k, counts once.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> q, k, v = (np.ones((8, 1, 4, 1), np.float32, order="F") for _ in range(3))
+        >>> out, pullback = cupy_sdpa.attention_vjp(q, k, v)
+        >>> pullback.nbytes == 4 * out.nbytes + 4 * 4  # q, k, v, out, and stats (4, 1, 1) in float32
+        True
+        """
         tensors = self._options.get("tensors") or {}
         kept = (*self._arrays, *tensors.values(), *(value for value in self._options.values() if hasattr(value, "nbytes")))
         return sum({id(array): int(array.nbytes) for array in kept}.values())

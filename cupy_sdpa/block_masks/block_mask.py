@@ -118,6 +118,15 @@ class BlockMask(NoArray):
         sq, skv: the numbers of queries and of keys.
         heads, batch: Hq and B, or 1 if all heads or sequences share one mask.
         block: the size of the blocks that :attr:`blocks`, :attr:`sparsity` and ``repr`` report, (queries, keys).
+
+    Assigning to an attribute raises AttributeError.
+
+    >>> import cupy_sdpa
+    >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 512, 512)
+    >>> mask
+    <BlockMask 512 x 512: 10 of 16 blocks, 4 of them partial; sparsity 37.5 %>
+    >>> mask.shape, mask.blocks, mask.partial, mask.sparsity
+    ((512, 512, 1, 1), 10, 4, 0.375)
     """
 
     #: The end of the error message of a call that takes arrays only.
@@ -192,8 +201,13 @@ class BlockMask(NoArray):
             block: the size of the blocks: a number, or (queries, keys); each a multiple or a divisor of 128. Calls compute
                 tiles of 128 queries and 128 keys, with a mask where only some of their blocks are listed. Default 128.
 
+        Returns:
+            The block mask.
+
         Raises:
-            TypeError, ValueError: an argument is invalid.
+            TypeError: ``blocks`` or ``full`` is not bool, a length is not an integer, or ``mask_mod`` is not a function.
+            ValueError: shapes or lengths do not match, ``block`` is not a multiple or a divisor of 128, or ``full`` excludes
+                blocks and ``mask_mod`` is None.
 
         >>> import numpy as np, cupy_sdpa
         >>> mask = cupy_sdpa.BlockMask.from_blocks(np.tri(4, dtype=bool).T)
@@ -263,8 +277,12 @@ class BlockMask(NoArray):
             sq, skv, mask_mod, block, tensors: as for :meth:`from_blocks`; ``block`` is FlexAttention's ``BLOCK_SIZE``. Without
                 a mask function all blocks are full.
 
+        Returns:
+            The block mask.
+
         Raises:
-            TypeError, ValueError: an argument is invalid.
+            TypeError, ValueError: as :meth:`from_blocks`; the numbers and indices are not integers or do not match; or only one
+                of ``full_kv_num_blocks`` and ``full_kv_indices`` is passed.
 
         >>> import numpy as np, cupy_sdpa
         >>> cupy_sdpa.BlockMask.from_kv_blocks(np.array([[[1, 1]]]), np.array([[[[0, 0], [1, 0]]]]))
@@ -321,7 +339,12 @@ class BlockMask(NoArray):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the mask in host memory."""
+        """The bytes of the mask in host memory.
+
+        >>> import cupy_sdpa
+        >>> cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 256, 256).nbytes  # 4 tiles, and 128 x 128 bits of the 2 partial ones
+        4100
+        """
         return self.kinds.nbytes + self.bits.nbytes
 
     def __copy__(self) -> BlockMask:
@@ -337,6 +360,9 @@ class BlockMask(NoArray):
 
     def to_dense(self) -> NDArray[np.bool_]:
         """Return the mask as a bool array ``(Skv, Sq, heads, batch)``, as ``mask=`` takes it: for tests and small masks.
+
+        Returns:
+            A numpy array in Fortran order, True where the query attends to the key.
 
         >>> import numpy as np, cupy_sdpa
         >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 200, 200)
@@ -365,6 +391,9 @@ class BlockMask(NoArray):
 
         Args:
             head, entry: the indices of the head and the sequence; negative ones count from the end. Default 0.
+
+        Returns:
+            The SVG as text.
 
         Raises:
             TypeError: an index is not an integer.

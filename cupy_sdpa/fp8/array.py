@@ -22,7 +22,7 @@ _BASIC = (slice, numbers.Integral, types.NoneType, types.EllipsisType)
 
 
 class Fp8Array:
-    r"""An array of FP8 elements with one factor: :math:`x = d\, e + m`, with elements e, the descale d, and perhaps a mean m.
+    r"""Hold FP8 elements with one factor: :math:`x = d\, e + m`, with elements e, the descale d, and perhaps a mean m.
 
     CuPy has no FP8 dtype, so on the GPU the elements are uint8.
 
@@ -45,13 +45,18 @@ class Fp8Array:
         mean: as above, a view with the shape of ``data``; or None.
 
     Raises:
-        TypeError, ValueError: data, a factor or the dtype is invalid.
+        TypeError: ``data`` is not a numpy or CuPy array of the dtype; ``descale`` and ``scale`` are None; a factor is not a
+            number or a float32 array ``(1,)``; or the mean is not a float32 array on the same device.
+        ValueError: a factor or its inverse is not finite and above 0 in float32, the two are not inverse numbers, there is no
+            such axis, the mean does not broadcast, or a rotated array has a mean.
 
     >>> import ml_dtypes, numpy as np
     >>> from cupy_sdpa import fp8
     >>> x = fp8.Fp8Array(np.float32([1, 2, 4]).astype(ml_dtypes.float8_e4m3fn), descale=0.5)
     >>> x.dequantize().tolist()
     [0.5, 1.0, 2.0]
+    >>> x.shape, x.nbytes, x.descale, x.scale
+    ((3,), 3, array([0.5], dtype=float32), array([2.], dtype=float32))
     """
 
     #: The end of the error message of a call that does not take FP8 arrays.
@@ -145,21 +150,50 @@ class Fp8Array:
 
     @property
     def T(self) -> Fp8Array:  # noqa: N802
-        """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result."""
+        """A view with the dimensions in reverse order, such as ``(batch, seq, heads, head_dim)`` of a result.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> fp8.quantize(np.ones((8, 1, 2, 1), np.float32, order="F")).T
+        <Fp8Array float8_e4m3fn (1, 2, 1, 8)>
+        """
         return self.transpose(*range(self.ndim)[::-1])
 
     def transpose(self, *axes: Any) -> Fp8Array:
-        """Return a view with the dimensions in another order."""
+        """Return a view with the dimensions in another order.
+
+        Args:
+            axes: the axes in the new order, as for numpy's ``transpose``: integers or one tuple.
+
+        Returns:
+            The view, with the same factor.
+
+        Raises:
+            ValueError: the axes are not a permutation.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> fp8.quantize(np.ones((8, 1, 2, 1), np.float32, order="F")).transpose(0, 2, 1, 3).shape
+        (8, 2, 1, 1)
+        """
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
         mean = None if self.mean is None else self.mean.transpose(order)
         return self._with_elements(self.data.transpose(order), axis, mean)
 
     def __getitem__(self, index: Any) -> Fp8Array:
-        """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
+        """Return a view of some elements with the same factor, such as ``k[:, :, :100]``.
+
+        The index of a rotated array selects all of head_dim.
 
         Raises:
+            IndexError: the index is outside the array.
             ValueError: a part of head_dim of a rotated array is requested, or the index removes or adds a dimension of it.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> fp8.quantize(np.ones((8, 1, 4, 1), np.float32, order="F"))[:, :, :3].shape
+        (8, 1, 3, 1)
         """
         data, axis = self.data[index], self.axis
         kept = data.shape[axis : axis + 1] == self.shape[axis : axis + 1] and (axis == 0 or data.ndim == self.ndim)
@@ -187,6 +221,9 @@ class Fp8Array:
 
         Args:
             dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``. Default ``"float32"``.
+
+        Returns:
+            A new array of numpy or CuPy with the shape of the elements.
 
         Raises:
             TypeError: another dtype.

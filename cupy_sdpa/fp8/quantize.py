@@ -271,7 +271,13 @@ class DelayedScaling:
 
     @property
     def scale(self) -> Any:
-        """The scale of the next array, float32 ``(1,)``; a copy."""
+        """The scale of the next array, float32 ``(1,)``; a copy.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> fp8.DelayedScaling(np.ones((8, 1, 2, 1), np.float32, order="F"), amax=7.0).scale
+        array([64.], dtype=float32)
+        """
         return self._state[:1].copy()
 
     @takes_default
@@ -282,7 +288,15 @@ class DelayedScaling:
             x, lengths, layout: as for :func:`quantize`.
 
         Raises:
-            TypeError, ValueError: as :func:`quantize`; or x is on another engine than the history.
+            TypeError, ValueError: as :func:`quantize`.
+            TypeError: x is a numpy array and the history is on the GPU, or the other way round.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> x = np.ones((16, 1, 2, 1), np.float32, order="F")
+        >>> scaling = fp8.DelayedScaling(x, amax=1.0)
+        >>> scaling.quantize(x)
+        <Fp8Array float8_e4m3fn (16, 1, 2, 1)>
         """
         if layout is not None:
             return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
@@ -305,7 +319,18 @@ class DelayedScaling:
         """Add a largest magnitude to the history.
 
         Args:
-            amax: float32 ``(1,)``, such as an output's (``fp8.attention(..., return_amax=True)``); ignored if not finite.
+            amax: float32 ``(1,)`` on the engine of the history, such as an output's (``fp8.attention(..., return_amax=True)``);
+                ignored if not finite.
+
+        Raises:
+            TypeError: ``amax`` is not float32 ``(1,)``, or not on the engine of the history.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> scaling = fp8.DelayedScaling(np.ones((16, 1, 2, 1), np.float32, order="F"), history=1)
+        >>> scaling.update(np.array([7.0], np.float32))
+        >>> scaling.scale
+        array([64.], dtype=float32)
         """
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class KVCache(CacheSequences):
-    """Keys and values of a batch of sequences in pages, for attention with a page table.
+    """Keep keys and values of a batch of sequences in pages, for attention with a page table.
 
     Every sequence is a list of pages. Sequences may share pages (:meth:`fork`); a shared page is copied before one of its
     owners writes to it. One step adds new tokens to every sequence: :meth:`begin_step` reserves pages, and :meth:`append`
@@ -44,19 +44,19 @@ class KVCache(CacheSequences):
         heads_kv: Hkv, the number of key/value heads.
         pages: the number of pages.
         batch: B, the number of sequences.
-        page_size: tokens per page.
-        head_dim_v: Dv, the head dim of values; by default D.
+        page_size: tokens per page. Default 64.
+        head_dim_v: Dv, the head dim of values. Default None: D.
         dtype: float16, bfloat16, float32, float64; or float8_e4m3fn or float8_e5m2 for FP8 (:doc:`/fp8`). Default None:
             bfloat16, and float32 for a cache of numpy arrays, because the CPU computes in float32.
-        layers: the number of layers, which share the page table.
-        max_length: the maximum number of tokens of one sequence; by default ``pages * page_size``.
+        layers: the number of layers, which share the page table. Default 1.
+        max_length: the maximum number of tokens of one sequence. Default None: ``pages * page_size``.
         k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by the scale and rounded: a number, or a
-            number for each layer. Values larger than the dtype's largest number divided by the scale saturate. By default each
-            layer's scale is chosen for twice the largest magnitude of its first tokens; if they are an FP8 array, the cache
-            takes its scale.
+            number for each layer. Values larger than the dtype's largest number divided by the scale saturate. Default None:
+            each layer's scale is chosen for twice the largest magnitude of its first tokens; if they are an FP8 array, the
+            cache takes its scale.
         rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. You must then also rotate FP8
-            queries.
-        numpy: True for a cache of numpy arrays, False for arrays on CuPy's current device.
+            queries. Default False.
+        numpy: True for a cache of numpy arrays, False for arrays on CuPy's current device. Default False.
         layout: the axes of new tokens, :meth:`keys` and :meth:`values`, as for :func:`cupy_sdpa.attention`: ``"bshd"``,
             ``"bhsd"`` or ``"sbhd"``; packed tokens are then ``(T, Hkv, D)``, and the axes of ``table`` and ``full_table`` are
             reversed. Default None: the layout of :func:`cupy_sdpa.layout.default`, or the shapes below.
@@ -172,12 +172,24 @@ class KVCache(CacheSequences):
 
     @property
     def free_pages(self) -> int:
-        """The number of free pages."""
+        """The number of free pages.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
+        >>> cache.begin_step([20, 5])
+        >>> cache.free_pages
+        1
+        """
         return len(self._pages.free)
 
     @property
     def host_lengths(self) -> NDArray[np.int64]:
-        """The length of each sequence after the step that began last, as a numpy array ``(B,)``; a copy."""
+        """The length of each sequence after the step that began last, as a numpy array int64 ``(B,)``; a copy.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
+        >>> cache.begin_step([20, 5])
+        >>> cache.host_lengths.tolist(), cache.lengths.tolist()  # no layer is appended yet
+        ([20, 5], [0, 0])
+        """
         return self._pages.lengths.copy()
 
     def keys(self, layer: int = 0) -> Any:

@@ -110,7 +110,13 @@ class CacheState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the cache's arrays: pages, the page table and lengths, and the scales and means of FP8 pages."""
+        """The bytes of the cache's arrays: pages, the page table and lengths, and the scales and means of FP8 pages.
+
+        >>> from cupy_sdpa import KVCache
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
+        >>> cache.nbytes >= cache.keys().nbytes + cache.values().nbytes
+        True
+        """
         of_fp8 = self._fp8.nbytes if self._fp8 else 0
         return int(sum(x.nbytes for x in (*self._storage, self._state)) + of_fp8)
 

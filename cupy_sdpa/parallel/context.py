@@ -83,7 +83,7 @@ def _collective(function: F) -> F:
 
 
 class ContextParallel:
-    """Attention over the members of a group; created by :func:`context_parallel`.
+    """Compute attention over the members of a group; created by :func:`context_parallel`.
 
     Member r of P holds the chunks r and 2 P - 1 - r of every sequence, which is cut into 2 P chunks (:meth:`shard`). Every call
     is collective: all members make it, in the same order, with the same options. Pass the options of the call on one GPU:
@@ -99,6 +99,17 @@ class ContextParallel:
     Attributes:
         rank: this member.
         size: P, the number of members.
+
+    Raises:
+        TypeError: the group is of another kind, or ``check`` is not a Boolean.
+        ValueError: there is no such method.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa.parallel import ContextParallel
+    >>> cp = ContextParallel()  # a group of one member
+    >>> q = np.ones((8, 2, 4, 1), np.float32, order="F")
+    >>> cp.rank, cp.size, cp.attention(q, q, q, causal=True).shape
+    (0, 1, (8, 2, 4, 1))
     """
 
     def __init__(self, group: Any = None, *, method: str | None = None, check: bool = True) -> None:
@@ -122,7 +133,7 @@ class ContextParallel:
         seqlen_kv: int | None = None,
         **options: Any,
     ) -> Any:
-        """:func:`cupy_sdpa.attention` of sequences that are split among the members.
+        """Compute :func:`cupy_sdpa.attention` of sequences that are split among the members; collective.
 
         Args:
             q, k, v: the member's parts, ``(D, Hq, Sq_r, B)``, ``(D, Hkv, Skv_r, B)`` and ``(Dv, Hkv, Skv_r, B)``; packed
@@ -140,8 +151,24 @@ class ContextParallel:
             The output of the member's queries, ``(Dv, Hq, Sq_r, B)``, or ``(out, stats)``.
 
         Raises:
-            TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; and if members disagree.
+            TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
+            ValueError: members pass different shapes or options, or arrays are not the member's part of ``seqlen_q`` and
+                ``seqlen_kv``.
+            Unsupported: the method cannot run, or a group does not take the option.
             GroupError: a member failed, or did not call in time.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+        >>> q = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 8, 1)))
+        >>> def member(group):
+        ...     cp = context_parallel(group)
+        ...     own = cp.shard(q)
+        ...     out, stats = cp.attention(own, own, own, window=(2, 0), return_stats=True)
+        ...     return cp.unshard(out), cp.unshard(stats, axis=0)
+        >>> out, stats = run_threads(Loopback(2).members, member)[0]
+        >>> expected = cupy_sdpa.attention(q, q, q, window=(2, 0), return_stats=True)
+        >>> bool(np.allclose(out, expected[0])), bool(np.allclose(stats, expected[1]))
+        (True, True)
         """
         return_stats = read_flag("return_stats", return_stats)
         out, stats = self._results({"q": q, "k": k, "v": v}, options, Request(False, method, seqlen_q, seqlen_kv))
@@ -164,7 +191,7 @@ class ContextParallel:
         deterministic: bool = False,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """:func:`cupy_sdpa.attention_backward` of sequences that are split among the members.
+        """Compute :func:`cupy_sdpa.attention_backward` of sequences that are split among the members; collective.
 
         Args:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
@@ -176,10 +203,27 @@ class ContextParallel:
                 float32, the same for all members. Other gradients cannot be requested.
 
         Returns:
-            ``(dq, dk, dv)`` of the member's positions, and the gradient of the sinks if requested.
+            ``(dq, dk, dv)`` of the member's positions, with the shapes of q, k and v; and the gradient of the sinks if
+            requested.
 
         Raises:
             TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
+            ValueError: ``return_dsinks`` is True without ``sinks``.
+            Unsupported: another gradient is requested, or ``dstats`` is passed.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+        >>> q = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 8, 1)))
+        >>> def member(group):
+        ...     cp = context_parallel(group)
+        ...     own = cp.shard(q)
+        ...     out, stats = cp.attention(own, own, own, return_stats=True)
+        ...     dq, dk, dv = cp.attention_backward(out, own, own, own, out, stats)  # the gradient of (out**2).sum() / 2
+        ...     return cp.unshard(dq)
+        >>> out, stats = cupy_sdpa.attention(q, q, q, return_stats=True)
+        >>> dq, dk, dv = cupy_sdpa.attention_backward(out, q, q, q, out, stats)
+        >>> bool(np.allclose(run_threads(Loopback(2).members, member)[0], dq))
+        True
         """
         deterministic = read_flag("deterministic", deterministic)
         return_dsinks = read_flag("return_dsinks", options.pop("return_dsinks", False))
@@ -196,10 +240,10 @@ class ContextParallel:
     @_collective
     @takes_default
     def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
-        """Compute attention, and return a function that computes the gradients.
+        """Compute attention, and return it with a function that computes the gradients (the vector-Jacobian product).
 
         Args:
-            q, k, v, options: as for :meth:`attention` and :meth:`attention_backward`.
+            q, k, v, options: as for :meth:`attention` and :meth:`attention_backward`, without ``return_stats``.
 
         Returns:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
@@ -207,6 +251,18 @@ class ContextParallel:
 
         Raises:
             TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
+            Unsupported: ``return_stats`` is passed, or another gradient than that of the sinks is requested.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+        >>> q = np.ones((8, 2, 8, 1), np.float32, order="F")
+        >>> def member(group):
+        ...     cp = context_parallel(group)
+        ...     own = cp.shard(q)
+        ...     out, pullback = cp.attention_vjp(own, own, own, causal=True)
+        ...     return [gradient.shape for gradient in pullback(np.ones_like(out))]
+        >>> run_threads(Loopback(2).members, member)[0]
+        [(8, 2, 4, 1), (8, 2, 4, 1), (8, 2, 4, 1)]
         """
         backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": options.pop("return_dsinks", False)}
         _drop_requests(options)
@@ -235,8 +291,24 @@ class ContextParallel:
     ) -> ParallelReport:
         """Report which method :meth:`attention` would use and why, this member's calls and memory, and the bytes that it sends.
 
-        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. The arguments are as for
-        :meth:`attention`.
+        Nothing is computed or exchanged, so a single member can call it. On a GPU the plans of both passes are built and
+        cached.
+
+        Args:
+            q, k, v, method, seqlen_q, seqlen_kv, options: as for :meth:`attention`.
+
+        Returns:
+            The report, which prints as text.
+
+        Raises:
+            TypeError, ValueError, Unsupported, CudnnError: as :meth:`attention`.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa.parallel import Loopback, context_parallel
+        >>> cp = context_parallel(Loopback(2).members[0])
+        >>> q = np.ones((8, 2, 8, 1), np.float32, order="F")
+        >>> cp.explain(q, q, q, window=(2, 0)).method
+        'all_to_all'
         """
         arrays = {"q": q, "k": k, "v": v}
         forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv))
@@ -272,7 +344,15 @@ class ContextParallel:
             A dense copy, with its axes in the same order in memory.
 
         Raises:
-            TypeError, ValueError: the offsets do not fit ``x``, there is no such axis, or ``axis`` is needed.
+            TypeError: ``x`` is not an array, ``axis`` is not an integer, or the offsets are not integers ``(B + 1,)`` on the
+                host.
+            ValueError: the offsets do not fit ``x``, there is no such axis, or ``axis`` is needed.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa.parallel import Loopback, context_parallel
+        >>> x = np.arange(8.0).reshape(1, 1, 8, 1, order="F")
+        >>> [context_parallel(member).shard(x).ravel().tolist() for member in Loopback(2).members]
+        [[0.0, 1.0, 6.0, 7.0], [2.0, 3.0, 4.0, 5.0]]
         """
         along = _axis_of(x, axis)
         layout = self._layout(x.shape[along], cu_seqlens)
@@ -299,9 +379,18 @@ class ContextParallel:
             The array on every member, dense, with the axes of ``x`` in the same order in memory.
 
         Raises:
-            TypeError, ValueError: ``x`` is not the member's part, there is no such axis, ``axis`` is needed, or members
-                disagree.
+            TypeError: as :meth:`shard`.
+            ValueError: ``x`` is not the member's part, there is no such axis, ``axis`` is needed, or members disagree.
             GroupError: a member failed, or did not call in time.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+        >>> x = np.arange(7.0).reshape(1, 1, 7, 1, order="F")
+        >>> def member(group):
+        ...     cp = context_parallel(group)
+        ...     return cp.unshard(cp.shard(x), seqlen=7).ravel().tolist()
+        >>> run_threads(Loopback(2).members, member)[1]
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
         """
         along = _axis_of(x, axis)
         layout = self._layout(x.shape[along] * self.size if seqlen is None else seqlen, cu_seqlens)
@@ -335,7 +424,12 @@ class ContextParallel:
             cu_seqlens: the offsets of packed sequences, instead of ``seqlen``.
 
         Returns:
-            numpy array, int64.
+            numpy array int64, as long as the member's part.
+
+        Raises:
+            TypeError: the offsets are not integers ``(B + 1,)`` on the host.
+            ValueError: both arguments are passed, or none; the length is not an integer, or negative; or offsets decrease or do
+                not begin with 0.
 
         >>> from cupy_sdpa.parallel import Loopback, ContextParallel
         >>> [ContextParallel(member).position_ids(8).tolist() for member in Loopback(2).members]
@@ -346,7 +440,14 @@ class ContextParallel:
         return self._layout(0 if seqlen is None else seqlen, cu_seqlens).positions(self.rank)
 
     def check(self) -> None:
-        """Raise GroupError if a member failed. CuPy arrays are valid only if this does not raise after synchronization."""
+        """Raise GroupError if a member failed. CuPy arrays are valid only if this does not raise after synchronization.
+
+        Raises:
+            GroupError: a member failed, or made another call at the same time.
+
+        >>> from cupy_sdpa.parallel import context_parallel
+        >>> context_parallel().check()
+        """
         self._channel.check()
 
     def _layout(self, length: Any, cu_seqlens: Any) -> ShardLayout:

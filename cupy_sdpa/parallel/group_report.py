@@ -35,17 +35,30 @@ class Choice(NamedTuple):
 
 
 class ParallelReport(NamedTuple):
-    """What a call of a group would do; printed as text.
+    """Describe what a call of a group would do; :meth:`ContextParallel.explain` returns it, and ``print`` shows it.
 
     Attributes:
-        method: the method.
+        method: the method, ``"ring"``, ``"all_gather"`` or ``"all_to_all"``.
         reason: why it was chosen.
         refusals: the methods that cannot run, and why.
-        forward, backward: the costs of both passes for this member.
+        forward, backward: the costs of both passes for this member: ``sent``, the bytes that it sends; ``memory``, the bytes
+            that it needs besides its arguments and results; ``calls``, the number of calls.
         parts: the calls of this member: the numbers of queries and keys, and the mask.
         launches: for both passes the report on the program of this member, see :func:`cupy_sdpa.explain`: the problems, the
             plans, the steps and the bytes of temporary arrays. Empty if no call is made.
         text: the problem in words.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa.parallel import Loopback, context_parallel
+    >>> cp = context_parallel(Loopback(2).members[0])
+    >>> q = np.ones((64, 4, 512, 1), np.float32, order="F")
+    >>> report = cp.explain(q, q, q, causal=True)
+    >>> report.method, report.reason
+    ('ring', 'its transfers are hidden behind calls')
+    >>> report.parts
+    ('512 queries, 512 keys, causal from the top left', '256 queries, 512 keys, no mask')
+    >>> report.forward.calls, report.forward.sent >= 2 * q.nbytes, report.refusals
+    (2, True, {})
     """
 
     method: str

@@ -27,14 +27,19 @@ DEFAULT_PORT = 13334
 
 
 class Environment(NamedTuple):
-    """The settings of a process that its launcher passes in environment variables.
+    """Hold the settings of a process that its launcher passes in environment variables; :func:`environment` returns it.
 
     Attributes:
-        launcher: the launcher.
+        launcher: the launcher, ``"torchrun"``, ``"Open MPI"``, ``"MPICH, Intel MPI"`` or ``"Slurm"``.
         rank: the rank of this process.
         size: the number of processes.
         local_rank: its rank among the processes of this host, which is the number of its GPU.
         address, port: where rank 0 listens.
+
+    >>> from cupy_sdpa.parallel import environment
+    >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2"}
+    >>> environment(variables).launcher, environment(variables).rank, environment(variables).port
+    ('Slurm', 2, 13334)
     """
 
     launcher: str
@@ -52,6 +57,9 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
     Args:
         variables: the environment. Default None: this process's.
+
+    Returns:
+        The settings of this process.
 
     Raises:
         RuntimeError: no launcher is found.
@@ -91,9 +99,22 @@ def connect(timeout: float = DEFAULT_TIMEOUT, variables: Mapping[str, str] | Non
         timeout: the seconds after which an exchange or the connection counts as failed. Default 300.
         variables: the environment. Default None: this process's.
 
+    Returns:
+        The group, an :class:`NcclGroup`; pass it to :func:`context_parallel`.
+
     Raises:
-        RuntimeError: no launcher is found, or CuPy is not installed.
+        RuntimeError: no launcher is found, CuPy is not installed, or there is no GPU.
+        ValueError: a variable is not a number, or the rank is not below the number of processes.
         GroupError: not all processes connect in time.
+
+    Without a launcher:
+
+    >>> from cupy_sdpa.parallel import connect
+    >>> try:
+    ...     connect(variables={})
+    ... except RuntimeError as error:
+    ...     print(str(error).partition(":")[0])
+    no launcher is found in the environment
     """
     own = environment(variables)
     cupy = cupy_runtime.cupy()
@@ -160,7 +181,7 @@ def run_on_gpus(
     """Call a function in one thread for each GPU of this process, with its member of an NCCL group.
 
     Args:
-        function: called with the member. The GPU is the current device of the thread.
+        function: called with the member, an :class:`NcclGroup`. The GPU is the current device of the thread.
         devices: the number of GPUs, or their numbers. Default None: all.
         timeout: the seconds after which an exchange counts as failed. Default 300.
 
@@ -168,7 +189,20 @@ def run_on_gpus(
         The results, in the order of the devices.
 
     Raises:
+        RuntimeError: CuPy is not installed, or there is no GPU.
+        GroupError: an exchange failed or did not end in time.
         Exception: the exception of the member that failed first. The others are aborted.
+
+    Without a GPU, :func:`run_threads` calls the same function:
+
+    >>> import numpy as np
+    >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+    >>> def member(group):  # with GPUs: run_on_gpus(member)
+    ...     cp = context_parallel(group)
+    ...     q = cp.shard(np.ones((8, 1, 8, 1), np.float32, order="F"))
+    ...     return cp.attention(q, q, q, causal=True).shape
+    >>> run_threads(Loopback(2).members, member)
+    [(8, 1, 4, 1), (8, 1, 4, 1)]
     """
     cupy = cupy_runtime.cupy()
     from cupy.cuda import nccl

@@ -27,13 +27,34 @@ class Envelope(NamedTuple):
 
 
 class Loopback(Failing):
-    """The state that the members of a loopback group share.
+    """Connect threads of one process as the members of a group, on one GPU, on several or on none.
+
+    Pass ``members`` to :func:`run_threads`.
 
     Args:
-        size: the number of members.
-        timeout: the seconds for which a member waits for a message.
+        size: P, the number of members.
+        timeout: the seconds for which a member waits for a message. Default 60.
         max_delay: the upper bound of the random pauses before each exchange, in seconds, which vary the order of the threads.
-        seed: of the random pauses.
+            Default 0: no pauses.
+        seed: of the random pauses. Default 0.
+
+    Attributes:
+        members: the members, one for each thread; each has ``rank`` and ``size``.
+        bytes_sent: the bytes that each member has sent, a list of P integers.
+
+    Raises:
+        TypeError, ValueError: ``size`` is not a positive integer.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+    >>> shared, x = Loopback(2), np.ones((64, 1, 8, 1), np.float32, order="F")
+    >>> def member(group):
+    ...     cp = context_parallel(group, check=False)
+    ...     return cp.unshard(cp.shard(x)).shape
+    >>> run_threads(shared.members, member)
+    [(64, 1, 8, 1), (64, 1, 8, 1)]
+    >>> [sent >= x.nbytes // 2 for sent in shared.bytes_sent]
+    [True, True]
     """
 
     def __init__(self, size: int, timeout: float = DEFAULT_TIMEOUT, max_delay: float = 0.0, seed: int = 0) -> None:
@@ -44,19 +65,36 @@ class Loopback(Failing):
         self.members = [LoopbackMember(self, rank, random.Random(seed * size + rank)) for rank in range(size)]
 
     def abort(self, reason: str) -> None:
-        """Let every member raise GroupError, now or in its next exchange."""
+        """Let every member raise GroupError, now or in its next exchange.
+
+        Args:
+            reason: the message of the error. A group that has failed keeps its first reason.
+
+        >>> from cupy_sdpa.parallel import GroupError, Loopback, context_parallel
+        >>> shared = Loopback(2)
+        >>> shared.abort("stopped")
+        >>> try:
+        ...     context_parallel(shared.members[0]).check()
+        ... except GroupError as error:
+        ...     print(error)
+        stopped
+        """
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
 
     def post(self, source: int, target: int, message: Envelope) -> None:
-        """Deliver a message. Messages of one sender to one receiver keep their order."""
+        """Deliver a message, for the members. Messages of one sender to one receiver keep their order."""
         with self._changed:
             self._messages[source, target].append(message)
             self._changed.notify_all()
 
     def take(self, source: int, target: int, label: str) -> Envelope:
-        """Wait for the next message; GroupError if the group was aborted, or there is no message in time."""
+        """Wait for the next message, for the members.
+
+        Raises:
+            GroupError: the group was aborted, or there is no message in time.
+        """
         deadline = time.monotonic() + self.timeout
         with self._changed:
             while not self._failure and not self._messages[source, target]:
@@ -183,7 +221,12 @@ def run_threads(members: Sequence[Any], function: Callable[[Any], Any]) -> list[
         The results, in the order of the ranks.
 
     Raises:
+        TypeError: ``members`` is not a sequence, such as the group itself.
         Exception: the exception of the member that failed first. The others are aborted.
+
+    >>> from cupy_sdpa.parallel import Loopback, run_threads
+    >>> run_threads(Loopback(3).members, lambda member: member.rank)
+    [0, 1, 2]
     """
     if not isinstance(members, Sequence):
         raise TypeError(f"members is {in_words(members)}; pass a list of members, such as Loopback(4).members")

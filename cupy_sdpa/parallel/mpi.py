@@ -19,19 +19,27 @@ _TAGS = 32768
 
 
 class MpiGroup(Failing):
-    """A group of the processes of an mpi4py communicator.
+    """Connect the processes of an mpi4py communicator as a group.
 
     MPI is not ordered with CUDA streams: every exchange of CuPy arrays waits for the current stream. NCCL is faster on GPUs.
 
     Args:
-        communicator: a communicator of mpi4py.
+        communicator: a communicator of mpi4py, such as ``MPI.COMM_WORLD``.
         cuda_aware: whether MPI reads and writes the GPU's memory itself; otherwise arrays are copied to the host. Default
             False.
         timeout: the seconds for which a member waits for an exchange. Default 300.
 
     Attributes:
         rank: the rank of this member.
-        size: the number of members.
+        size: P, the number of members.
+
+    >>> from cupy_sdpa.parallel import MpiGroup
+    >>> class World:  # stands for mpi4py.MPI.COMM_WORLD in one process
+    ...     def Get_rank(self): return 0
+    ...     def Get_size(self): return 1
+    >>> group = MpiGroup(World(), timeout=60)
+    >>> group.rank, group.size, group.timeout
+    (0, 1, 60)
     """
 
     def __init__(self, communicator: Any, *, cuda_aware: bool = False, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -41,8 +49,12 @@ class MpiGroup(Failing):
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Send and receive arrays; see :class:`~cupy_sdpa.parallel.group.Exchanger`.
 
+        Args:
+            sends, receives: pairs of a dense array uint8 ``(bytes,)`` and the rank of the other member.
+            label: what is exchanged, for messages; the same for all members.
+
         Raises:
-            GroupError: the exchange did not end in time.
+            GroupError: the exchange did not end in time, or an earlier one did not.
         """
         self.check()
         arrays = [x.array for x in (*sends, *receives)]

@@ -93,7 +93,7 @@ class _Exchange(NamedTuple):
 
 
 class NcclGroup(Failing):
-    """A group of GPUs that NCCL connects; created by :func:`~cupy_sdpa.parallel.connect` or from a communicator.
+    """Connect GPUs through NCCL as a group; created by :func:`~cupy_sdpa.parallel.connect` or from a communicator.
 
     A thread watches the exchanges. If one has begun on the GPU and has not ended after ``timeout`` seconds, or NCCL reports an
     error, such as a process that ended, it aborts the communicator. All work that waits for the exchange then proceeds with
@@ -110,7 +110,10 @@ class NcclGroup(Failing):
 
     Attributes:
         rank: the rank of this member.
-        size: the number of members.
+        size: P, the number of members.
+
+    Raises:
+        RuntimeError: CuPy is not installed.
     """
 
     def __init__(self, communicator: Any, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None) -> None:
@@ -122,7 +125,16 @@ class NcclGroup(Failing):
         self._thread: threading.Thread | None = None
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
-        """Enqueue transfers on CuPy's current stream; see :class:`~cupy_sdpa.parallel.group.Exchanger`."""
+        """Enqueue transfers on CuPy's current stream; see :class:`~cupy_sdpa.parallel.group.Exchanger`.
+
+        Args:
+            sends, receives: pairs of a dense CuPy array uint8 ``(bytes,)`` and the rank of the other member.
+            label: what is exchanged, for messages; the same for all members.
+
+        Raises:
+            GroupError: the group failed earlier, NCCL does not accept the transfers, or members that are threads did not all
+                call in time.
+        """
         if self._failure:
             raise GroupError(self._failure)
         if self._meeting:
@@ -155,7 +167,11 @@ class NcclGroup(Failing):
             raise GroupError(self._failure) from error
 
     def abort(self, reason: str) -> None:
-        """End all transfers of this member; every later call raises GroupError with the reason."""
+        """End all transfers of this member; every later call raises GroupError with the reason.
+
+        Args:
+            reason: the message of the error. A group that has failed keeps its first reason.
+        """
         if not self._failure:
             self._failure = reason
             self._stopped.set()

@@ -48,16 +48,25 @@ class NotStored(OSError):
 
 
 class DiskCache:
-    """Serialized plans in a folder; the least recently used are deleted first. Without a folder, in memory only.
+    """Keep serialized plans in a folder; the least recently used are deleted first. Without a folder, in memory only.
+
+    :func:`cupy_sdpa.store.kept` returns the cache of this process.
 
     Args:
         folder: the folder; created with the first entry, accessible to its owner only. None stores nothing on disk.
-        limit: the maximum number of bytes in the folder.
+        limit: the maximum number of bytes in the folder. Default 512 MiB.
         required: whether a plan that cannot be stored raises :class:`NotStored`. Default False: a warning is issued.
 
     Attributes:
         hits: number of look-ups that found an entry.
         misses: number of look-ups that did not.
+
+    >>> import pathlib, tempfile
+    >>> from cupy_sdpa.store import DiskCache
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cache = DiskCache(pathlib.Path(folder))
+    ...     cache.nbytes, cache.paths(), cache.hits
+    (0, [], 0)
     """
 
     def __init__(self, folder: Path | None, limit: int = DISK_LIMIT, *, required: bool = False) -> None:
@@ -110,7 +119,11 @@ class DiskCache:
         self._discard(key, reason)
 
     def check(self) -> None:
-        """Create the folder; OSError if entries cannot be stored in it, or if other users may write to it."""
+        """Create the folder if it does not exist, and check that entries can be stored in it.
+
+        Raises:
+            OSError: the folder cannot be created or written, or other users may write to it.
+        """
         if self.folder is None:
             return
         try:
@@ -122,7 +135,11 @@ class DiskCache:
         path.unlink()
 
     def clear(self) -> None:
-        """Delete every entry and reset the counts."""
+        """Delete every entry, in memory and in the folder, and reset the counts.
+
+        Raises:
+            OSError: a file cannot be deleted.
+        """
         with self._lock:
             self._memory.clear()
             self.hits = self.misses = 0

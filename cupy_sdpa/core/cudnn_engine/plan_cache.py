@@ -75,7 +75,7 @@ class Recordings:
 
 
 class PlanCache:
-    """The plans of a thread in a CUDA context; :func:`cupy_sdpa.get_plan_cache` returns the current one.
+    """Keep the plans of a thread in a CUDA context; :func:`cupy_sdpa.get_plan_cache` returns the current cache.
 
     Repeated calls on the same arrays are captured as CUDA graphs (:doc:`/design`), whose memory the cache also limits: an
     executable graph takes 0.12 MiB of device memory outside CuPy's pool, plus the arrays and the workspace that it keeps alive.
@@ -85,6 +85,11 @@ class PlanCache:
         misses: number of look-ups that did not.
         limit: the maximum number of plans and refusals; the least recently used are evicted first.
         recorded: the captured CUDA graphs of the plans.
+
+    >>> from cupy_sdpa import get_plan_cache
+    >>> cache = get_plan_cache()
+    >>> cache.hits >= 0, cache.size <= cache.limit, cache.recording_bytes <= cache.recording_limit
+    (True, True, True)
     """
 
     _COLUMNS = ("problem", "engine", "knobs", "workspace", "size", "time")
@@ -172,10 +177,18 @@ class PlanCache:
             self.hits = self.misses = 0
 
     def set_limit(self, limit: int) -> None:
-        """Limit the number of plans and refusals.
+        """Limit the number of plans and refusals; the least recently used ones beyond the limit are evicted now.
+
+        Args:
+            limit: the maximum number of plans and refusals. A new cache has the limit 256.
 
         Raises:
-            TypeError, ValueError: the limit is no integer, or below 1.
+            TypeError: the limit is not an integer.
+            ValueError: the limit is below 1.
+
+        >>> from cupy_sdpa import get_plan_cache
+        >>> cache = get_plan_cache()
+        >>> cache.set_limit(cache.limit)
         """
         if not isinstance(limit, int):
             raise TypeError(f"the limit is {limit!r}; it must be a number of plans")
@@ -188,8 +201,15 @@ class PlanCache:
     def set_recording_limit(self, limit: int) -> None:
         """Limit the bytes of device memory of captured CUDA graphs; 0 turns capturing off.
 
+        Args:
+            limit: the maximum number of bytes. A new cache has the limit 128 MiB.
+
         Raises:
             ValueError: the limit is below 0.
+
+        >>> from cupy_sdpa import get_plan_cache
+        >>> cache = get_plan_cache()
+        >>> cache.set_recording_limit(cache.recording_limit)
         """
         if limit < 0:
             raise ValueError(f"the limit is {limit} bytes; it must be at least 0; 0 turns capturing off")

@@ -33,7 +33,9 @@ _CONSTANT = re.compile(r"\bn\d+\b")
 
 @dataclass(frozen=True)
 class Report:
-    """Whether and how a call would run; true if it would. It holds no array.
+    """Describe whether and how a call would run; true if it would. It holds no array.
+
+    :func:`cupy_sdpa.explain` and :func:`cupy_sdpa.explain_function` return it; ``print`` shows all of it.
 
     Attributes:
         engine: ``cuDNN``, ``numpy``, or ``CuPy`` with ``engine="cupy"``.
@@ -55,6 +57,13 @@ class Report:
         temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
         batch_dependence: why the bits of a sequence may depend on the rest of the batch, and the fix; empty if they do not, for
             arrays of equal lengths; None if it is unknown.
+
+    >>> import cupy_sdpa
+    >>> shape = (512, 8, 1024, 2)
+    >>> problem = cupy_sdpa.problem(shape, shape, shape, dtype="float16", backward=True)
+    >>> report = cupy_sdpa.explain(problem, gpu="H200", cudnn="9.19")
+    >>> bool(report), report.engine, report.error.__name__, len(report.reasons)
+    (False, 'cuDNN', 'Unsupported', 1)
     """
 
     engine: str
@@ -80,6 +89,11 @@ class Report:
         """Bytes of cuDNN's workspace, or of a tile with ``engine="cupy"``; 0 on numpy, None if unknown.
 
         Not included are the arrays of other steps, such as copies, see ``temporary_bytes``.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> x = np.ones((8, 1, 4, 1), np.float32, order="F")
+        >>> cupy_sdpa.explain(x, x, x).workspace
+        0
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
@@ -98,7 +112,14 @@ class Report:
         return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
 
     def summary(self) -> str:
-        """Return the report without the operations of the graph."""
+        """Return the report as text without the operations of the graph.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> x = np.ones((8, 1, 4, 1), np.float32, order="F")
+        >>> report = cupy_sdpa.explain(x, x, x)
+        >>> str(report).startswith(report.summary()), "operations" in report.summary()
+        (True, False)
+        """
         return "\n".join(self._lines(operations=False))
 
     def _lines(self, *, operations: bool) -> Iterator[str]:
