@@ -165,6 +165,16 @@ FOUND = {
     "a block mask of values without a head dim": Case(
         d=1, dv=0, hq=2, sq=1, skv=1, options={"block_mask": ("prefix", "kqh1")}, seed=78
     ),
+    "one query of each packed sequence, and none": Case(
+        d=64, dv=64, hq=8, sq=1, skv=48, b=2, backward=True, layouts={"dout": "dsh-s+h"}, seed=6,
+        options={
+            "packed": ("some_zero", "random", 0, 5, 0, "int64"), "sinks": "normal", "stats": "max_sumexp", "return_dsinks": True
+        },
+    ),
+    "one key of each sequence in FP8, and none": Case(
+        d=32, dv=24, hq=16, hkv=2, sq=5, skv=1, b=3, seed=5,
+        options={"causal": "top_left", "seq_lens_q": "one", "seq_lens_kv": "random", "fp8": "float8_e4m3fn"},
+    ),
     "a choice by positions beyond a tile": Case(
         d=64, dv=64, sq=200, skv=333, backward=True, options={"score_mod": ("later", "")}
     ),

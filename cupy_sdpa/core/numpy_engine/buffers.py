@@ -56,6 +56,9 @@ class NoMemory(TileMemory):
         return value
 
 
+NO_MEMORY = NoMemory()
+
+
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.all: list[NDArray[Any]] = []

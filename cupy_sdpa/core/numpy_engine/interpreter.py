@@ -101,7 +101,9 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
             a = xp.broadcast_to(a, (len(tile.batch), len(tile.heads), rows, terms))
         if node.k is not None:
             length = max(0, tile.number(node.k) - tile.start(summed_axis))
-            a, b = a[..., :length], b[..., :length, :]
+            if length < a.shape[3]:
+                a, b = a[..., :length], b[..., :length, :]
+                memory = buffers.NO_MEMORY  # another tile with the same lengths may have another number of terms
         if scale is not None:
             a = memory.setdefault(
                 of_scaled, np.multiply(a, tile.values[scale], out=memory.get(of_scaled), dtype=dtype, order="C")

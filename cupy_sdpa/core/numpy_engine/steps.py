@@ -41,7 +41,8 @@ class CompiledStep(NamedTuple):
 
 def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[Any, Compiler], Compute]]) -> list[CompiledStep]:
     """Return a tile's steps, which the graph's analysis keeps."""
-    key = tile.is_whole, tile.last, run.xp is np, run.exact, run.check is not None and run.check.whole, run.check is None
+    checks = run.check is not None and run.check.whole, run.check is None
+    key = tile.is_whole, tile.last, 0 in tile.lengths, run.xp is np, run.exact, *checks
     found: list[CompiledStep] | None = run.analysis.steps.get(key)
     if found is None:
         compiler = Compiler(run, tile)
@@ -68,6 +69,7 @@ class Compiler:
         self.analysis, self.xp, self.dtype, self.exact = run.analysis, run.xp, run.dtype, run.exact
         self._dtype_name, self._later = run.dtype_name, run.later
         self.whole, self._last = tile.is_whole, tile.last
+        self._is_empty = 0 in tile.lengths
         #: The tensors that have a value.
         self._known = set(tile.values)
         self._last_reads: frozenset[str] = frozenset()
@@ -114,6 +116,8 @@ class Compiler:
         """Return True if the node's result may overwrite an operand: no later step reads it, and no other operand is larger."""
         name = tensor.name
         if name not in self._last_reads or name not in self._numbers or name in self._views:
+            return False
+        if self._is_empty:  # an axis of length 1 is one of the tile, and then empty, or every tile's
             return False
         extents = [self._extents.get(t.name, _extent(t)) for t in others if t is not None]
         return all(mine or not theirs for extent in extents for mine, theirs in zip(self._extents[name], extent, strict=True))

@@ -33,7 +33,6 @@ GPU_TILE_ELEMENTS = 1 << 24
 MASKED_ROWS, GPU_MASKED_ROWS = 64, 1024
 
 _ALL = slice(None)
-_NO_MEMORY = buffers.NoMemory()
 _DTYPES = {name: np.dtype(name) for name in ("float32", "float64")}
 
 
@@ -263,7 +262,7 @@ class Tile:
         self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns = place[:6]
         self.last, self.is_whole, self.lengths = place[6:]
         self.run, self.cache = run, cache
-        self.memory: buffers.TileMemory = _NO_MEMORY
+        self.memory: buffers.TileMemory = buffers.NO_MEMORY
         self.values: dict[str, Any] = {**run.scalars}
         if self.is_whole:
             for name in run.direct:
