@@ -60,6 +60,10 @@ class Engine:
         """Whether calls run through cuDNN, or through what stands in for it."""
         return self.name in ("fake", "cupy")
 
+    def has_cudnn_since(self, version: int) -> bool:
+        """Whether a real cuDNN computes, of this version or a newer one."""
+        return self.name == "cupy" and library().version >= version
+
     @property
     def left_out(self) -> set[str]:
         """The options that a run of ``check`` leaves out on the engine."""

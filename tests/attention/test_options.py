@@ -108,8 +108,8 @@ def test_nan_in_a_score_is_not_a_mask(source, options, engine):
     there = np.zeros((20, 2, 2), bool)
     there[7, 1, 0] = True
     lost = np.isnan(stats)
-    if engine.name == "cupy":
-        lost |= np.isneginf(stats)  # so do cuDNN 9.28's kernels write the log-sum-exp of such a row
+    if engine.has_cudnn_since(91901):
+        lost |= np.isneginf(stats)  # as in 9.28.1; 9.19.0 writes NaN, and versions between were not measured
     np.testing.assert_array_equal(lost, there)
     for result in (out.astype(np.float32), dq):
         np.testing.assert_array_equal(np.isnan(result), np.broadcast_to(there.transpose(1, 0, 2), result.shape))
