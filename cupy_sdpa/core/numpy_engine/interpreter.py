@@ -101,7 +101,7 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
             a = xp.broadcast_to(a, (len(tile.batch), len(tile.heads), rows, terms))
         if node.k is not None:
             length = max(0, tile.number(node.k) - tile.start(summed_axis))
-            if length < a.shape[3]:
+            if length < max(a.shape[3], b.shape[2]):
                 a, b = a[..., :length], b[..., :length, :]
                 memory = buffers.NO_MEMORY  # another tile with the same lengths may have another number of terms
         if scale is not None:
