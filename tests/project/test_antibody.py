@@ -6,7 +6,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from cupy_sdpa import attention
+from cupy_sdpa import attention, reference
 from examples.antibody import MASK, infill, log_probabilities, read_weights, tokens_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sapiens") is None, reason="pip install --no-deps sapiens==1.0.1")
@@ -23,14 +23,9 @@ SCORES = [
 OTHER = "QVKLQESGAELARPGASVKLSCKASGYTF*NYWMQWVKQRPGQGLDWIGAIYPG*GNTRYTHKFKGKATLTADKSSSTAYMQLSSLASEDSGVYYCARGEGNYAWFAYWGQ"
 
 
-def dense(q, k, v, *, seq_lens_q, seq_lens_kv):
-    """The definition, one sequence at a time."""
-    out = np.zeros_like(v)
-    for b, n in enumerate(seq_lens_q):
-        s = np.einsum("dhi,dhj->hij", q[:, :, :n, b], k[:, :, :n, b]) / np.sqrt(len(q))
-        p = np.exp(s - s.max(axis=-1, keepdims=True))
-        out[:, :, :n, b] = np.einsum("hij,dhj->dhi", p / p.sum(axis=-1, keepdims=True), v[:, :, :n, b])
-    return np.asfortranarray(out)
+def dense(q, k, v, **lengths):
+    """The definition in float64."""
+    return reference.attention(q, k, v, **lengths)[0]
 
 
 def test_the_published_residues_and_scores(engine):
