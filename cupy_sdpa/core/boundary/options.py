@@ -186,7 +186,7 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Make a call in :func:`cupy_sdpa.layout.default`, or raise TypeError for missing arrays or too many.
+    """Make a call in :func:`cupy_sdpa.layout.default`, or raise TypeError for a missing or surplus array.
 
     ``arguments`` are the ``locals()`` of the function, with ``*positional`` and ``**options``, at the beginning.
     """

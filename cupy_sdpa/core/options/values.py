@@ -62,7 +62,7 @@ def check_number(name: str, value: Any, advice: str) -> None:
 
 
 def as_float(number: Any) -> float:
-    """Convert a number to a Python float; infinite if it is too large."""
+    """Convert a number to a Python float; return infinity for a number beyond its range."""
     try:
         return float(number)
     except OverflowError:
