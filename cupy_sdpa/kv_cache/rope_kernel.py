@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
-from ..extend.kernels import CudaType
 
 #: The maximum number of rotated pairs of channels. Their frequencies are an argument of the kernels.
 MAX_PAIRS = 128
@@ -46,9 +45,9 @@ SHARED_TURNS = f"""__shared__ unsigned long long turns[{MAX_PAIRS}];
             __syncthreads();"""
 
 
-def types_of(dtype: str) -> tuple[CudaType, str]:
+def types_of(dtype: str) -> tuple[Any, str]:
     """Return the type of the elements, and the one in which they are rotated."""
-    return (CudaType("double", 8), "double") if dtype == "float64" else (TYPES[dtype], "float")
+    return TYPES[dtype], "double" if dtype == "float64" else "float"
 
 
 def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:

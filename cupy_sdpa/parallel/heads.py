@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..extend import ReadOptions, View, row_stats_shape
 from ..extend.arrays import KEY_ARRAYS
-from ..extend.kernels import accumulate
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import ShardLayout
@@ -88,7 +87,7 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
         for own_heads, message in zip(ranges, messages, strict=True):
             part = _part(config, target, heads=own_heads)
             if own_heads.start < known:
-                steps.builder.run(accumulate, part, message.arrays[index], writes=(part,))
+                steps.builder.add(part, message.arrays[index])
             else:
                 steps.copy(part, message.arrays[index])
             known = own_heads.stop

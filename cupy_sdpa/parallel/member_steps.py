@@ -10,10 +10,10 @@ import numpy as np
 
 from ..extend import Builder, Program, ReadOptions, View, passes
 from ..extend.arrays import BACKWARD, REQUESTS, GivenStats
+from ..extend.kernels import copy
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer
-from .parts import copy
 
 
 class Message(NamedTuple):
@@ -41,7 +41,7 @@ class MemberSteps:
 
     def copy(self, target: View, source: View) -> None:
         """Copy an array into another one of the same shape."""
-        copy(self.builder, target, source)
+        self.builder.run(copy, target, source, writes=(target,))
 
     def message(self, specs: Sequence[Spec]) -> Message:
         """Return a message for arrays of these shapes and dtypes."""

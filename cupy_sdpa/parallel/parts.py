@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, Constant, View
-from ..extend.kernels import accumulate, common_rows, copy_rows
+from ..extend.kernels import copy
 from ..extend.options import Band
 from .shards import Interval, ShardLayout
 
@@ -127,14 +127,6 @@ def _cut(intervals: Sequence[Interval], position: int) -> list[Interval]:
     return [x for x in found if x.length]
 
 
-def copy(builder: Builder, target: View, source: View) -> None:
-    """Add a copy of an array into another one of the same shape. If both consist of rows, the rows are found here, once."""
-    if rows := common_rows(target, source):
-        builder.run(copy_rows, target, source, rows, writes=(target,))
-    else:
-        builder.copy(target, source)
-
-
 class Selection:
     """Some positions of a member's array: a range, or indices in increasing order; made of ranges in increasing order."""
 
@@ -159,14 +151,14 @@ class Selection:
     def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
-            copy(builder, self._range(target, axis), x)
+            builder.run(copy, self._range(target, axis), x, writes=(self._range(target, axis),))
         else:
             builder.run(put, target, x, builder.constant(self._indices, keep=True), writes=(target,))
 
     def add(self, builder: Builder, total: View, x: View, axis: int) -> None:
         """Add elements to a float32 or float64 array along an axis."""
         if len(self.ranges) <= 1:
-            builder.run(accumulate, self._range(total, axis), x, writes=(self._range(total, axis),))
+            builder.add(self._range(total, axis), x)
         else:
             builder.run(add_at, total, x, builder.constant(self._indices, keep=True), writes=(total,))
 

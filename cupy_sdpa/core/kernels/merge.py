@@ -11,7 +11,6 @@ import numpy as np
 
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
-from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
 
 #: The number of queries, or of keys, in a block.
@@ -178,20 +177,6 @@ def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
         out[...] = merged / np.where(total == 0, 1, total).swapaxes(0, 1)
         if stats is not None:
             stats[...] = base + np.log(total)
-
-
-def accumulate(total: Any, x: Any) -> None:
-    """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays.
-
-    CuPy's kernels access elements in C order, so arrays in Fortran order are passed transposed.
-    """
-    if not cupy_runtime.is_array(total):
-        total += x
-    elif x.dtype.name == "bfloat16":
-        operation = "y += __uint_as_float((unsigned)x << 16)"
-        elementwise("uint16 x", "float32 y", operation, "accumulate_bfloat16")(x.view(np.uint16).T, total.T)
-    else:
-        elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x.T, total.T)
 
 
 #: :class:`Parts` as the kernel reads them: addresses, and strides in bytes.

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..boundary.arguments import check_lengths
 from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
@@ -222,7 +224,7 @@ class Steps:
             self.run(fill, target, value, writes=(target,))
 
     def add(self, target: View, source: View) -> None:
-        """Add an array to another one."""
+        """Add an array to another one; an array of bfloat16 to one of float32."""
         if target.size:
             self.run(add, target, source, writes=(target,))
 
@@ -233,6 +235,10 @@ def fill(target: Any, value: float) -> None:
 
 
 def add(target: Any, source: Any) -> None:
-    """Add an array to another one."""
+    """Add an array to another one, which may be a CuPy array of bfloat16."""
+    if source.dtype.name == "bfloat16" and cupy_runtime.is_array(source):
+        operation = "y += __uint_as_float((unsigned)x << 16)"
+        cupy_runtime.elementwise("uint16 x", "float32 y", operation, "add_bfloat16")(source.view(np.uint16).T, target.T)
+        return
     total = target.T
     total += source.T  # as in copy

@@ -66,6 +66,7 @@ TYPES = {
     "float16": CudaType("__half", 2, "#include <cuda_fp16.h>\n"),
     "bfloat16": CudaType("__nv_bfloat16", 2, "#include <cuda_bf16.h>\n"),
     "float32": CudaType("float", 4),
+    "float64": CudaType("double", 8),
     "float8_e4m3fn": _fp8(3, 7, 0x7E, 0, "e4m3x2"),
     "float8_e5m2": _fp8(2, 15, 0x7B, 1, "e5m2x2"),
 }
