@@ -98,7 +98,7 @@ TESTS = {
     "cupy_sdpa/core/support/batch.py": ("attention",),
     "cupy_sdpa/kv_cache/tree.py": ("kv_cache",),
     "cupy_sdpa/derivatives/weights.py": ("attention",),
-    "cupy_sdpa/zoo.py": ("block_masks",),
+    "cupy_sdpa/zoo.py": ("block_masks", "score_fn"),
     "setup.py": ("project",),
     "examples": ("project",),
 }

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import Array, Recorded, read_count, with_title
+from ..extend import Array, read_count, with_title
 from ..extend.arrays import NoArray
-from ..extend.functions import check_function
+from ..extend.functions import Recorded, check_function
 from . import segments
 from .block_size import (
     TILE,

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..extend import Builder, Constant, Parts, ReadOptions, View, merge, row_stats_dtype
+from ..extend import Builder, Constant, Parts, View, merge, row_stats_dtype
 from ..extend.arrays import FORWARD, KEY_ARRAYS
 from ..extend.functions import AXES
 from ..extend.kernels import Sources, sum_blocks
+from ..extend.options import ReadOptions
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements

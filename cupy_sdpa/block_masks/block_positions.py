@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import Access, Recorded, relocated
-from ..extend.functions import AXES, record, trace
+from ..extend.functions import AXES, Access, Recorded, record, relocated, trace
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, TableSizes

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import View, check_strides_of, device_of, dtype_name, expected_arrays
+from ..extend import View, dtype_name
 from ..extend import check_arrays as check_specs
+from ..extend.arrays import check_strides_of, device_of, expected_arrays
 from ..extend.functions import AXES, Sides, trace
 from . import segments
 from .block_mask import BlockMask

@@ -14,8 +14,7 @@ from typing import Any
 from ..core.problem.arrays import REQUESTED_GRADIENTS
 from ..core.problem.tensor_spec import dense_strides
 from ..core.score_fn.expression import Writer
-from ..extend import Problem
-from ..extend.arrays import ITEMSIZE, TensorSpec
+from ..extend.arrays import ITEMSIZE, Problem, TensorSpec
 from ..extend.functions import Expression
 from ..offline.problem_file import encoded
 from .case import SIZES, Case, Dropout, Packed, Paged

@@ -24,7 +24,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def with_title(title: str, body: str) -> str:
-    """HTML under a title."""
+    """Return HTML under a title, for the method ``_repr_html_`` of what a notebook shows.
+
+    >>> with_title("4 < 5", "<p>yes</p>")
+    '<div><b>4 &lt; 5</b><p>yes</p></div>'
+    """
     return f"<div><b>{escape(title)}</b>{body}</div>"
 
 

@@ -32,7 +32,12 @@ INSTALL_FOR_GPU = pip_install("cuda12", "cuda13")
 
 
 class Unsupported(NotImplementedError):
-    """The arguments are valid, but this cuDNN version or GPU does not support them; the message gives reason and fix."""
+    """The arguments are valid, but this cuDNN version or GPU does not support them; the message gives reason and fix.
+
+    >>> raise Unsupported("weights cannot be computed with page_table; gather the pages first")
+    Traceback (most recent call last):
+    cupy_sdpa.core.errors.Unsupported: weights cannot be computed with page_table; gather the pages first
+    """
 
 
 class CudnnError(RuntimeError):

@@ -14,28 +14,22 @@ from ..extend import (
     Builder,
     Check,
     Expected,
-    Options,
-    ReadOptions,
     Unsupported,
     View,
     check_arrays,
-    check_names,
-    check_strides_of,
     cupy_runtime,
     dtype_name,
-    expected_arrays,
     in_words,
-    passes,
     read_array,
-    read_forward,
     row_stats_dtype,
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import CU_SEQLENS, REQUESTS, convert, needs_conversion
+from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, convert, expected_arrays, needs_conversion
+from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
 from ..extend.functions import FUNCTIONS
 from ..extend.kernels import concatenate, row_means
-from ..extend.options import PassOption, cast, check_converted, decided_options, split_options
+from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 

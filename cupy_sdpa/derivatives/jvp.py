@@ -11,29 +11,22 @@ from ..extend import (
     ArrayT,
     Call,
     CallKey,
-    Options,
-    Problem,
-    ReadCall,
     Unsupported,
     View,
     call_of,
-    check_names,
     composed,
-    kept_options,
     numpy_dtype,
     operation,
-    read,
     read_flag,
     read_operands,
     results_of,
     row_stats_dtype,
     row_stats_shape,
-    run,
-    run_cached,
     takes_options,
 )
-from ..extend.arrays import ROW_STATS, in_own_layout
-from ..extend.options import check_converted, decided_options, split_options
+from ..extend.arrays import ROW_STATS, Problem, in_own_layout
+from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
+from ..extend.options import Options, check_converted, check_names, kept_options
 from ..extend.planning import problems_of, views_of_shapes
 from .derivative import (
     ARRAYS,

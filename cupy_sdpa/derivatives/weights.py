@@ -11,38 +11,27 @@ import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import (
-    Access,
     Array,
     Builder,
     Call,
     CallKey,
     Constant,
-    Options,
-    Problem,
-    ReadCall,
-    ReadOptions,
-    Recorded,
     Unsupported,
     View,
     call_of,
-    check_names,
     composed,
-    kept_options,
     operation,
-    other_layout,
-    read,
     read_flag,
-    read_forward,
     read_operands,
-    relocated,
     results_of,
     row_stats_dtype,
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import SCORE_INPUTS, convert, library_of
-from ..extend.functions import FUNCTIONS
-from ..extend.options import OPTIONS, Band, refused_by
+from ..extend.arrays import SCORE_INPUTS, Problem, convert, library_of, other_layout
+from ..extend.calls import ReadCall, read, read_forward
+from ..extend.functions import FUNCTIONS, Access, Recorded, relocated
+from ..extend.options import OPTIONS, Band, Options, ReadOptions, check_names, kept_options, refused_by
 from ..extend.planning import problems_of, views_of_shapes
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 

@@ -1,39 +1,37 @@
-"""Options: the table, values, how a pass is computed, and programs that an object keeps.
+"""Options: the table, checks, values, and the dtype to compute in.
 
-========== ==================================================================================================================
-table      OPTIONS, refused_by, takes, check_spelling, special_call
+========== ===================================================================================================================
+table      OPTIONS, Options, ReadOptions, refused_by, takes
+checks     check_names, check_spelling, special_call, kept_options
 values     as_float, Band, read_band, read_bucket
-passes     PassOption, decided_options, split_options, cast, check_converted, read_compute_dtype
-programs   BoundPrograms, keep_recent
-========== ==================================================================================================================
+dtype      cast, check_converted, read_compute_dtype
+========== ===================================================================================================================
 """
 
 from ..core.boundary.compute import cast, check_converted, read_compute_dtype
-from ..core.boundary.options import check_spelling, special_call
-from ..core.hooks import PassOption
+from ..core.boundary.options import check_names, check_spelling, special_call
+from ..core.boundary.read_options import ReadOptions
+from ..core.boundary.user_functions import kept_options
 from ..core.options.band import Band, read_band
-from ..core.options.table import OPTIONS, refused_by, takes
+from ..core.options.table import OPTIONS, Options, refused_by, takes
 from ..core.options.values import as_float
 from ..core.problem.bucket import read_bucket
-from ..core.programs.decided_options import decided_options, split_options
-from ..core.replay.replay_cache import BoundPrograms, keep_recent
 
 __all__ = [
     "OPTIONS",
     "Band",
-    "BoundPrograms",
-    "PassOption",
+    "Options",
+    "ReadOptions",
     "as_float",
     "cast",
     "check_converted",
+    "check_names",
     "check_spelling",
-    "decided_options",
-    "keep_recent",
+    "kept_options",
     "read_band",
     "read_bucket",
     "read_compute_dtype",
     "refused_by",
     "special_call",
-    "split_options",
     "takes",
 ]

@@ -13,27 +13,21 @@ from ..extend import (
     Array,
     Call,
     CallKey,
-    Options,
-    ReadCall,
     Unsupported,
     View,
-    check_names,
     composed,
     cupy_runtime,
-    device_of,
     dtype_name,
     in_words,
-    kept_options,
     operation,
-    other_layout,
-    passes,
     read_flag,
     read_operands,
     results_of,
     takes_options,
 )
-from ..extend.arrays import OUTPUTS, default_layout, read_backward, storage_dtype
-from ..extend.options import special_call
+from ..extend.arrays import OUTPUTS, default_layout, device_of, other_layout, storage_dtype
+from ..extend.calls import ReadCall, passes, read_backward
+from ..extend.options import Options, check_names, kept_options, special_call
 from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Check, ReadOptions, View, numpy_dtype, passes, read_forward, row_stats_shape
-from ..extend.arrays import BoundProblem, check_counts, storage_dtype
+from ..extend import Builder, Check, View, numpy_dtype, row_stats_shape
+from ..extend.arrays import check_counts, storage_dtype
+from ..extend.calls import BoundProblem, passes, read_forward
+from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
 
 #: The factors of a call's arrays.

@@ -14,24 +14,33 @@ from ..extend import (
     Builder,
     Call,
     CallKey,
-    Layout,
-    ReadCall,
     View,
     arrays_on_gpu,
     as_int32,
-    check_strides_of,
     composed,
     cupy_runtime,
-    device_of,
     dtype_name,
     in_words,
-    other_layout,
     read_array,
     read_flag,
     read_operands,
     results_of,
 )
-from ..extend.arrays import FP8_LARGEST, check_counts, check_layout, from_own, of_caller, storage_dtype, takes_default, to_own
+from ..extend.arrays import (
+    FP8_LARGEST,
+    Layout,
+    check_counts,
+    check_layout,
+    check_strides_of,
+    device_of,
+    from_own,
+    of_caller,
+    other_layout,
+    storage_dtype,
+    takes_default,
+    to_own,
+)
+from ..extend.calls import ReadCall
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, mean_shape

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..extend import Array, Layout, cupy_runtime, dtype_name, numpy_dtype, other_layout, read_flag, read_positive, with_title
-from ..extend.arrays import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, check_layout, default_layout, from_own, storage_dtype, to_own
+from ..extend import Array, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_positive, with_title
+from ..extend.arrays import (
+    FLOAT_DTYPES,
+    FP8_LARGEST,
+    FloatDtype,
+    Layout,
+    check_layout,
+    default_layout,
+    from_own,
+    other_layout,
+    storage_dtype,
+    to_own,
+)
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, refuse_names, tokens_of
 from .cache_sequences import CacheSequences

@@ -16,27 +16,22 @@ from ..extend import (
     CallKey,
     Check,
     Expected,
-    Options,
     Parts,
-    Problem,
-    ReadCall,
-    ReadOptions,
     View,
     check_arrays,
     composed,
     is_one_of,
     merge,
     operation,
-    passes,
-    read_forward,
     read_operands,
     results_of,
     row_stats_dtype,
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import OUTPUTS, check_lengths
-from ..extend.options import OPTIONS, takes
+from ..extend.arrays import OUTPUTS, Problem, check_lengths
+from ..extend.calls import ReadCall, passes, read_forward
+from ..extend.options import OPTIONS, Options, ReadOptions, takes
 from ..fp8.array import Fp8Array
 from .shared_prefix_kernel import divide
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Array, Expected, as_int32, check_arrays, cupy_runtime, in_words, other_layout, read_array
-from ..extend.arrays import check_layout, in_own_layout, takes_default
+from ..extend import Array, Expected, as_int32, check_arrays, cupy_runtime, in_words, read_array
+from ..extend.arrays import check_layout, in_own_layout, other_layout, takes_default
 from ..fp8.array import Fp8Array
 from ..zoo import tree
 from .cache_lengths import cache_of

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..attention_functions import attention, attention_backward
-from ..extend import CallKey, call_of, cupy_runtime, read_flag, run, run_cached
+from ..extend import CallKey, call_of, cupy_runtime, read_flag
 from ..extend.arrays import VECTORS, has_own_axes, shares_memory
+from ..extend.calls import run, run_cached
 from ..extend.planning import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .masks import Mask

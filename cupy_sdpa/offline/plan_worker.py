@@ -11,8 +11,8 @@ import functools
 import traceback
 from typing import Any
 
-from ..extend import CudnnError, Unsupported
-from ..extend.cudnn import DiskCache, NotStored, library, load_driver_or_stub, plan_for
+from ..extend import Unsupported
+from ..extend.cudnn import CudnnError, DiskCache, NotStored, library, load_driver_or_stub, plan_for
 from ._workers import serve
 
 

@@ -13,8 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..extend import Problem
-from ..extend.arrays import ITEMSIZE, TensorSpec
+from ..extend.arrays import ITEMSIZE, Problem, TensorSpec
 from ..extend.functions import Expression, Step
 from ..extend.options import Band
 from ..extend.planning import Settings, Split

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from ..extend import CudnnError, Problem
-from ..extend.cudnn import OVERRIDE, PlanInfo, Target, capability, describe, model_of
+from ..extend.arrays import Problem
+from ..extend.cudnn import OVERRIDE, CudnnError, PlanInfo, Target, capability, describe, model_of
 from . import _workers
 
 _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..extend import CallKey, Operands, Program, ReadCall, cupy_runtime, is_one_of
-from ..extend.options import check_converted, keep_recent, read_compute_dtype
+from ..extend import CallKey, cupy_runtime, is_one_of
+from ..extend.calls import Operands, Program, ReadCall, keep_recent
+from ..extend.options import check_converted, read_compute_dtype
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, Constant, Operands, Problem, ReadOptions, Recorded, View, numpy_dtype, row_stats_dtype
-from ..extend.arrays import LENGTHS, SEEDS
+from ..extend import Builder, Constant, View, numpy_dtype, row_stats_dtype
+from ..extend.arrays import LENGTHS, SEEDS, Problem
+from ..extend.calls import Operands
+from ..extend.functions import Recorded
+from ..extend.options import ReadOptions
 from ..helpers import dropout_mask
 from .parts import Part, Selection, parts, share_buffers
 from .positions import Window, aligned, options_at

@@ -7,24 +7,11 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ..extend import (
-    Builder,
-    Call,
-    CallKey,
-    ReadCall,
-    Unsupported,
-    View,
-    check_strides_of,
-    cupy_runtime,
-    kept_options,
-    read,
-    read_flag,
-    run,
-    run_cached,
-)
-from ..extend.arrays import CU_SEQLENS, REQUESTS, has_own_axes, takes_default
+from ..extend import Builder, Call, CallKey, Unsupported, View, cupy_runtime, read_flag
+from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, has_own_axes, takes_default
+from ..extend.calls import BoundPrograms, ReadCall, read, run, run_cached
 from ..extend.kernels import copy
-from ..extend.options import BoundPrograms
+from ..extend.options import kept_options
 from ..extend.planning import OF_FORWARD
 from .agreement import Agreement, Parser, decided_options
 from .channel import Channel

@@ -9,25 +9,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..extend import (
-    Operands,
-    Problem,
-    ReadOptions,
-    Unsupported,
-    View,
-    check_arrays,
-    check_strides_of,
-    cupy_runtime,
-    device_of,
-    expected_arrays,
-    in_words,
-    numpy_dtype,
-    read_forward,
-    read_operands,
-)
-from ..extend.arrays import CU_SEQLENS, InterpretedArray, tensor_name
+from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_operands
+from ..extend.arrays import CU_SEQLENS, InterpretedArray, Problem, check_strides_of, device_of, expected_arrays, tensor_name
+from ..extend.calls import Operands, read_forward
 from ..extend.functions import FUNCTIONS, function_identities
-from ..extend.options import OPTIONS, refused_by
+from ..extend.options import OPTIONS, ReadOptions, refused_by
 from .configuration import Configuration, Request
 from .positions import functions_of
 from .shards import ShardLayout

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..extend import ReadCall, Unsupported
+from ..extend import Unsupported
+from ..extend.calls import ReadCall
 from ..extend.planning import Report, report_of
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..extend import ReadOptions, View, row_stats_shape
+from ..extend import View, row_stats_shape
 from ..extend.arrays import KEY_ARRAYS
+from ..extend.options import ReadOptions
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import ShardLayout

@@ -9,21 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import (
-    Builder,
-    CallKey,
-    Check,
-    Operands,
-    Program,
-    ReadCall,
-    ReadOptions,
-    View,
-    composed,
-    cupy_runtime,
-    passes,
-    row_stats_shape,
-)
+from ..extend import Builder, CallKey, Check, View, composed, cupy_runtime, row_stats_shape
 from ..extend.arrays import LENGTHS, check_lengths, of_caller
+from ..extend.calls import Operands, Program, ReadCall, passes
+from ..extend.options import ReadOptions
 from .channel import Channel
 from .configuration import Configuration, Request
 from .group_report import Choice

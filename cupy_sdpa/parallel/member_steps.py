@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, Program, ReadOptions, View, passes
-from ..extend.arrays import BACKWARD, REQUESTS, GivenStats
+from ..extend import Builder, View
+from ..extend.arrays import BACKWARD, REQUESTS
+from ..extend.calls import GivenStats, Program, passes
 from ..extend.kernels import copy
+from ..extend.options import ReadOptions
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer

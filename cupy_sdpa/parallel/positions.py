@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Access, Builder, Problem, ReadOptions, Recorded, View, relocated
-from ..extend.arrays import LENGTHS
-from ..extend.functions import AXES, FUNCTIONS, record, trace_functions
-from ..extend.options import OPTIONS
+from ..extend import Builder, View
+from ..extend.arrays import LENGTHS, Problem
+from ..extend.functions import AXES, FUNCTIONS, Access, Recorded, record, relocated, trace_functions
+from ..extend.options import OPTIONS, ReadOptions
 
 
 class Window(NamedTuple):

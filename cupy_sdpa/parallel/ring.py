@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Parts, ReadOptions, View, cupy_runtime, merge, row_stats_shape
+from ..extend import Builder, Parts, View, cupy_runtime, merge, row_stats_shape
 from ..extend.kernels import replace_infinite
+from ..extend.options import ReadOptions
 from .configuration import Configuration
 from .heads import to_heads, to_positions
 from .member_steps import Exchange, MemberSteps, attend, attend_backward

@@ -21,18 +21,8 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )
-from cupy_sdpa.extend import (
-    Builder,
-    Call,
-    CallKey,
-    View,
-    call_of,
-    composed,
-    operation,
-    read,
-    read_operands,
-    results_of,
-)
+from cupy_sdpa.extend import Builder, Call, CallKey, View, call_of, composed, operation, read_operands, results_of
+from cupy_sdpa.extend.calls import read
 
 
 def test_temporaries_share_memory():

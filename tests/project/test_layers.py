@@ -5,6 +5,7 @@ import collections
 import functools
 import graphlib
 import importlib
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -191,6 +192,17 @@ def test_the_interface_is_documented():
     table = (ROOT / "docs" / "extend_table.md").read_text(encoding="utf-8")
     assert table == tool["page"]()
     assert "|  |" not in table
+
+
+def test_the_names_for_operations_have_examples():
+    """At most 40 names, each with an example in its docstring or in the one that it refers to; types for annotations need none."""
+    interface = importlib.import_module("cupy_sdpa.extend")
+    assert len(interface.__all__) <= 40
+    for name in {*interface.__all__} - {"Array", "ArrayT", "TYPES"}:
+        doc = inspect.getdoc(getattr(interface, name))
+        if example := re.search(r"^Example: :func:`\.?(\w+)`", doc, re.M):
+            doc = inspect.getdoc(getattr(interface, example[1]))
+        assert ">>>" in doc, name
 
 
 def test_every_layer_has_a_readme():

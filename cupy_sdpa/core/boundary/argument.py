@@ -58,6 +58,9 @@ def read_array(name: str, array: Any) -> Any:
 
     Raises:
         TypeError: it is not an array; the message says how to convert it.
+
+    >>> read_array("seq_lens_kv", [3, 5])
+    array([3, 5], dtype=int32)
     """
     if isinstance(array, View):
         return array
@@ -129,9 +132,12 @@ def _is_integer(name: str, value: Any) -> bool:
 
 
 def as_int32(name: str, array: Any) -> Any:
-    """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
+    """Return lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
 
     Anything else is returned unchanged and raises an error later; so are int64 offsets, which calls accept.
+
+    >>> as_int32("seq_lens_kv", [3, 5])
+    array([3, 5], dtype=int32)
     """
     listed = isinstance(array, (list, tuple))
     if not listed and (type(array) is not np.ndarray or array.dtype != np.int64 or name.startswith("cu_seqlens")):
@@ -161,6 +167,9 @@ def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
     Raises:
         TypeError: arrays of numpy and CuPy are mixed.
         ValueError: arrays are on different devices.
+
+    >>> arrays_on_gpu({"q": np.zeros((8, 1, 4, 1)), "k": np.zeros((8, 1, 5, 1))})
+    False
     """
     devices = {name: device_of(array) for name, array in arrays.items()}
     first, *others = devices.items()
@@ -218,7 +227,16 @@ def check_separate(results: Iterable[str], arrays: Mapping[str, Any]) -> None:
 
 
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
-    """Check arrays that a call does not read as arrays of its problem."""
+    """Check the dtypes and shapes of arrays that a call does not read as arrays of its problem; None is skipped.
+
+    Raises:
+        TypeError: an argument is not an array, or has another dtype.
+        ValueError: an array has another shape, or is read-only and the call writes it.
+
+    >>> check_arrays([Expected("weights", (4, 2), "float32", "(S, H)")], {"weights": np.zeros((4, 3), np.float32)})
+    Traceback (most recent call last):
+    ValueError: weights has shape (4, 3); it must be (4, 2), (S, H)
+    """
     passed = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
     checked = [one for one in expected if one.name in passed]
     if checked:

@@ -137,6 +137,11 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
 
     A call that does not fit the signature raises an error that names the fix. A function with ``*positional`` raises it itself,
     with :func:`special_call`; others are wrapped, which takes 0.2 us per call.
+
+    >>> def attention(q, k, v, **options):
+    ...     ...
+    >>> "window" in inspect.signature(takes_options(attention)).parameters
+    True
     """
     if function is None:
         return functools.partial(takes_options, name=name, gradients=gradients)

@@ -47,6 +47,8 @@ class Parts(NamedTuple):
             this the sum of ``exp(score - m)``. The log-sum-exp in float32 has fewer digits than the two.
         sources: if not None, the parts are C copies of blocks, ``(Dv, H / groups, BLOCK, 1, C)``, and each row of the result
             has the parts that this lists. No totals. Only the last group has sources.
+
+    Example: :func:`merge`.
     """
 
     out: Any
@@ -94,6 +96,14 @@ def merge(
         lengths: int32 ``(B,)``, the number of queries; rows after it have no part and no sink. None for all.
         factors: of FP8 parts on the GPU; None for other dtypes.
         totals: with the strides of ``stats``, written on the GPU: results as in :class:`Parts`, to be merged with others.
+
+    Two parts, whose rows have equal log-sum-exps, so equal weights:
+
+    >>> values = np.array([1.0, 3.0]).reshape(1, 1, 1, 1, 2)
+    >>> out, stats = np.empty((1, 1, 1, 1)), np.empty((1, 1, 1))
+    >>> merge([Parts(values, np.zeros((1, 1, 1, 2)))], out, stats)
+    >>> print(out.item(), f"{stats.item():.3f}")
+    2.0 0.693
     """
     if not cupy_runtime.is_array(out):
         for (heads, rows, b), of_block in _blocks_on_cpu(groups, out):

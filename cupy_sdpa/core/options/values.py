@@ -16,19 +16,39 @@ SMALLEST, LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
-    """True if a value is one of the choices; False for an array, which is compared elementwise, and for unhashable values."""
+    """Return whether a value is one of the choices; False for arrays, which compare elementwise, and for unhashable values.
+
+    >>> is_one_of("ring", (None, "ring")), is_one_of([1], (None, "ring"))
+    (True, False)
+    """
     return isinstance(value, Hashable) and value in choices
 
 
 def read_flag(name: str, value: Any) -> bool:
-    """Read a Boolean argument."""
+    """Read a Boolean argument.
+
+    Raises:
+        TypeError: it is not a Boolean.
+
+    >>> read_flag("causal", np.True_)
+    True
+    """
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
 
 
 def read_count(name: str, value: Any, least: int = 0) -> int:
-    """Read a number of something, an integer of at least ``least``."""
+    """Read a number of something, an integer of at least ``least``.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is less.
+
+    >>> read_count("page", -1)
+    Traceback (most recent call last):
+    ValueError: page is -1; it must be 0 or more
+    """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if value < least:
@@ -37,7 +57,11 @@ def read_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def read_positive(name: str, value: Any) -> int:
-    """Read a positive integer, see :func:`read_count`."""
+    """Read a positive integer, see :func:`read_count`.
+
+    >>> read_positive("page", np.int64(16))
+    16
+    """
     return read_count(name, value, 1)
 
 

@@ -23,12 +23,20 @@ ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a numpy dtype; cached, because numpy takes half a microsecond to format it."""
+    """Return the name of a numpy dtype; cached, because numpy takes half a microsecond to format it.
+
+    >>> dtype_name(np.dtype("float16"))
+    'float16'
+    """
     return str(dtype.name)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes."""
+    """Return the numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes.
+
+    >>> numpy_dtype("bfloat16").itemsize
+    2
+    """
     if name == "bfloat16" or name in FP8_LARGEST:
         import ml_dtypes  # takes 45 ms to import
 
@@ -168,6 +176,9 @@ class Expected(NamedTuple):
         dtype: the dtype.
         legend: the shape in letters, for messages.
         writable: whether the call writes the array.
+
+    >>> Expected("weights", (4, 2), "float32", "(S, H)").shape
+    (4, 2)
     """
 
     name: str

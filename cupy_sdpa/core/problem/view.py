@@ -45,6 +45,10 @@ class View:
         shape: the lengths of the axes.
         strides: in bytes.
         offset: the bytes from the storage's first element to the view's.
+
+    >>> x = View.dense("x", (4, 3), np.float32, None)
+    >>> x[:, 1:].shape, x[:, 1:].offset, x.transpose(1, 0).strides
+    ((4, 2), 16, (16, 4))
     """
 
     storage: Storage

@@ -48,6 +48,8 @@ class Call(NamedTuple):
         check: checks, in the caller's terms, before axes are permuted. Default None: nothing.
         dense: the names of arrays that have the package's axes in every layout.
         programs: the programs of an object that has its own, such as a group. Default None: the programs of all calls.
+
+    Example: :func:`operation`.
     """
 
     key: CallKey
@@ -101,9 +103,30 @@ _operations: dict[Callable[..., Any], Operation] = {}
 def operation(
     function: Callable[..., Any], arrays: Sequence[str], flags: Mapping[str, Any], positional: Sequence[str] = ()
 ) -> Callable[[CallT], CallT]:
-    """Declare that the decorated function makes the calls of a public function, see :class:`Operation`.
+    """Declare that the decorated function makes the calls of a public function.
 
-    ``positional`` are the ``arrays`` by default.
+    Args:
+        function: the public function.
+        arrays: the names of its arrays, among them ``q``.
+        flags: its other arguments that are not options, with their defaults.
+        positional: the names of the arguments that can be passed by position. Default: the arrays.
+
+    >>> from cupy_sdpa.extend import Call, CallKey, View, composed, operation, read_operands, results_of
+    >>> def doubled(q, *, out=None):
+    ...     return results_of(call_of_doubled((q, out), {}))[0]
+    >>> @operation(doubled, ("q", "out"), {}, ("q",))
+    ... def call_of_doubled(arrays, options):
+    ...     return Call(CallKey("doubled", ("q", "out"), arrays, options), parse, ("out",))
+    >>> def parse(key):
+    ...     arrays, views, _ = read_operands(key.named(), key.options)
+    ...     q = views["q"]
+    ...     def build(builder):
+    ...         builder.copy(views["out"], q)
+    ...         builder.add(views["out"], q)
+    ...     return composed(key, arrays, views, {"out": View.dense("out", q.shape, q.dtype, q.storage.device)}, build)
+    >>> import numpy as np
+    >>> doubled(np.ones((2, 1, 3, 1), order="F")).ravel()
+    array([2., 2., 2., 2., 2., 2.])
     """
 
     def declare(call: CallT) -> CallT:
@@ -118,6 +141,12 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
 
     Raises:
         TypeError: the function is not an operation.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import attention
+    >>> q = np.zeros((8, 1, 4, 1))
+    >>> [name for name, x in call_of(attention, q, q, q, causal=True).key.named().items() if x is not None]
+    ['q', 'k', 'v']
     """
     while isinstance(function, functools.partial):
         arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
@@ -209,7 +238,13 @@ def run(
 
 
 def results_of(call: Call) -> list[Any]:
-    """Look a call up, run it, and return its results."""
+    """Look a call up, run it, and return its results.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as its parser raises them.
+
+    Example: :func:`operation`.
+    """
     tag, _, arrays, options = call.key
     results = run_cached(tag, arrays, options, call.programs)
     return run(call) if results is None else call.finish(results)

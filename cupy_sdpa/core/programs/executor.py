@@ -393,7 +393,15 @@ class Operands(NamedTuple):
 
 
 def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
-    """Read the arrays and the options of a call of several steps, each once."""
+    """Read the arrays and the options of a call of several steps, each once.
+
+    Raises:
+        TypeError, ValueError: an argument is not an array, an option does not exist, or has a wrong value.
+
+    >>> arrays, views, options = read_operands({"q": np.zeros((8, 2, 5, 1))}, {"causal": True})
+    >>> views["q"].shape, options.settings.band
+    ((8, 2, 5, 1), Band(left=None, right=0, bottom_right=False))
+    """
     check_option_names(options)
     passed, tensors, _ = read_arrays(arrays, options)
     operands = passed | tensors
@@ -445,6 +453,8 @@ def composed(
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
+
+    Example: :func:`.operation`.
     """
     passed = [name for name in results if name in arrays]
     results = {name: views.get(name, view) for name, view in results.items()}

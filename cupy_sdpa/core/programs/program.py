@@ -114,7 +114,18 @@ class Program:
 
 
 class Builder(Steps):
-    """Collects the steps of a program; builders of features add them."""
+    """Collects the steps of a program; builders of features add them.
+
+    >>> import numpy as np
+    >>> builder = Builder(device=None)
+    >>> x = View.dense("x", (4, 3), np.float32, None)
+    >>> total = builder.temporary((4, 3), np.float32)
+    >>> builder.fill(total, 1)
+    >>> builder.add(total, x)
+    >>> builder.copy(x, total)
+    >>> [step.name for step in builder.build().steps]
+    ['fill', 'add', 'copy']
+    """
 
     def attend(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
         """Attention; ``others`` are the other arguments of :func:`.read_forward`."""

@@ -20,7 +20,12 @@ from ..runtime import cupy_runtime, driver, memory
 
 
 class Constant:
-    """A dense numpy array whose elements are known when a program is built, and its copies on GPUs."""
+    """A dense numpy array whose elements are known when a program is built, and its copies on GPUs.
+
+    >>> builder = Steps(device=None)
+    >>> builder.constant(Constant(np.arange(3, dtype=np.int32)), keep=True).shape
+    (3,)
+    """
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -56,7 +61,14 @@ class Scalar(NamedTuple):
 class Check(NamedTuple):
     """What a program requires of elements of the caller's arrays, such as lengths; checked in every call on the CPU.
 
-    The function takes the caller's arrays by the names of ``views``, and raises ValueError.
+    The function takes the caller's arrays by the names of ``views``, and raises ValueError. Append a check to the builder's
+    ``checks``.
+
+    >>> def is_increasing(arrays):
+    ...     if (np.diff(arrays["starts"]) < 0).any():
+    ...         raise ValueError(f"starts is {arrays['starts']}; it must not decrease: sort it")
+    >>> builder = Steps(device=None)
+    >>> builder.checks.append(Check(is_increasing, {"starts": View.dense("starts", (4,), np.int32, None)}))
     """
 
     function: Callable[[Mapping[str, Any]], object]

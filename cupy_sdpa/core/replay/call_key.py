@@ -26,6 +26,9 @@ class CallKey(NamedTuple):
         tag: distinguishes calls of different functions or with different flags; hashable.
         names, arrays: the arrays by position; an array that is not passed is None.
         options: the options, including arrays.
+
+    >>> CallKey(("doubled", 2), ("q", "out"), (np.zeros((8, 1, 4, 1)), None), {}).array("q").shape
+    (8, 1, 4, 1)
     """
 
     tag: Any

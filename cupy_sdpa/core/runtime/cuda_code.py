@@ -22,6 +22,15 @@ def cuda_kernel(code: Callable[P, str]) -> Callable[P, Any]:
     """Return a decorator of a function that returns CUDA code: it then returns the kernel, made once for its arguments.
 
     The kernel has the prefix ``cupy_sdpa_``, and is called with its grid, its block and its arguments.
+
+    >>> @cuda_kernel
+    ... def doubled_kernel(type):
+    ...     return '''extern "C" __global__ void cupy_sdpa_doubled(TYPE* x, long long size) {
+    ...         const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    ...         if (i < size) x[i] *= 2;
+    ...     }'''.replace("TYPE", type)
+    >>> def doubled(x):  # of CuPy
+    ...     doubled_kernel("float")((-(-x.size // 256),), (256,), (x, x.size))
     """
 
     def make(*args: P.args, **kwargs: P.kwargs) -> Any:

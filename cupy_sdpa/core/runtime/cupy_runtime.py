@@ -1,6 +1,11 @@
 """CuPy: arrays, devices, streams and allocation.
 
 This module imports CuPy only on first use. :func:`is_array` never imports it.
+
+>>> import numpy as np
+>>> x = np.ones(3)
+>>> is_array(x), array_module(x).exp(x).shape
+(False, (3,))
 """
 
 from __future__ import annotations
