@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Unpack
 
 from .attention_functions import attention, attention_backward
-from .block_masks.block_mask_calls import dense_description, description, reasons_for_dense
+from .block_masks.block_mask_calls import dense_description, method_description, reasons_for_dense
 from .block_masks.empty_blocks import describe_empty_blocks
 from .block_masks.entries import TableSizes
 from .block_masks.option import read as within_options
@@ -338,7 +338,7 @@ def _notes(
         if reasons:
             return conversion, dense_description(mask, reasons)
         mask = within_options(mask, dict(rest))
-        return conversion, description(mask, TableSizes(q.shape[1], v.shape[1], q.shape[3]))
+        return conversion, method_description(mask, TableSizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
     if reasons or function is None or settings.program is None or settings.program.mask is None:  # or no more than a band

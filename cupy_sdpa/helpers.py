@@ -15,7 +15,7 @@ from .core.boundary.conversion import OUTPUTS, Conversion, convert, needs_conver
 from .core.boundary.layouts import check_layout, other_layout, takes_default
 from .core.errors import in_words
 from .core.kernels.merge import Parts
-from .core.kernels.merge import merge as merge_groups
+from .core.kernels.merge import merge_parts as merge_groups
 from .core.kernels.merge_gradients import PartGradient, merge_gradients
 from .core.kernels.ragged import sum_over_scores
 from .core.options.values import read_flag, read_positive

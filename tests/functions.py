@@ -475,7 +475,7 @@ def has_plan(call, asked, gpu, allowed=("query-numbers",)):
 
     ``call`` plans in a child process.
     """
-    reasons = {reason.rule for reason in why_not(asked, call(library_version), gpus.capability(gpu))}
+    reasons = {reason.rule for reason in why_not(asked, call(library_version), gpus.capability_of(gpu))}
     assert allowed is None or reasons <= {*allowed}
     plan = call(plan_problem, asked, gpu)
     assert isinstance(plan, PlanInfo) == (not reasons), plan

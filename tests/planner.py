@@ -12,10 +12,10 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
-from cupy_sdpa.offline._workers import Pool, Worker, WorkerEnded, environment
+from cupy_sdpa.offline._workers import Pool, Worker, WorkerEnded, worker_environment
 
 #: The environment of a child that imports what its parent does.
-child_environment = environment
+child_environment = worker_environment
 
 
 def ready() -> None:
@@ -190,7 +190,7 @@ def start():
         "-c",
         "import planner, cupy_sdpa.offline._workers; planner.ready(); cupy_sdpa.offline._workers.serve(planner.handle)",
     ]
-    return Worker(command, environment())
+    return Worker(command, worker_environment())
 
 
 class Died(AssertionError):

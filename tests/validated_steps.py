@@ -35,7 +35,7 @@ T = TypeVar("T")
 #: A kernel that is not compared: on numpy keys are not split.
 _NOT_COMPARED = (paged.split,)
 #: The position of an argument that only the launches of a kernel use. It is not compared: the numpy function does not write it.
-_SCRATCH = {fp8_kernels.quantize: 1, mean_kernels.write_mean: 3}
+_SCRATCH = {fp8_kernels.quantize_arrays: 1, mean_kernels.write_mean: 3}
 #: Functions of scores that a GPU approximates.
 _APPROXIMATE = frozenset({"tanh_fwd", "exp", "log", "pow", "sin", "cos", "tan", "erf"})
 #: Kernels that add the elements of their first argument.
@@ -80,7 +80,7 @@ def compared(call: ReadCall, step: ProgramStep, arguments: Any, work: Callable[[
         problems = _differences_of_attention(attend.problem, copies.of(arguments), arguments, scalars)
     elif step.function in _NOT_COMPARED or isinstance(step.function, MethodType | NoneType):
         return result  # a method of an object, such as an exchange between members, is not repeated
-    elif step.function is merge.merge and on_gpu and len(arguments) > 5 and arguments[5] is not None:
+    elif step.function is merge.merge_parts and on_gpu and len(arguments) > 5 and arguments[5] is not None:
         return result  # FP8: on numpy keys are not split
     else:
         problems = _differences_of_kernel(step, arguments, pairs, copies)

@@ -201,7 +201,7 @@ def measure(
         jobs = [(subproblem[title], load_target(gpu)) for title, gpu in pairs]
         for index, plan in planner.plan_all(jobs, None):
             title, gpu = pairs[index]
-            rules = tuple(reason.rule for reason in why_not(probes[title], planner.version, gpus.capability(gpu)))
+            rules = tuple(reason.rule for reason in why_not(probes[title], planner.version, gpus.capability_of(gpu)))
             if isinstance(plan, str):
                 agree, measured = bool(rules) or (title, gpu) in EXCEPTIONS, " ".join(plan.split())
             else:
@@ -282,8 +282,8 @@ def _gpus() -> Iterator[str]:
     yield "| compute capability | GPUs |"
     yield "|---|---|"
     for gpu in gpus.REPRESENTATIVES:
-        capability = gpus.capability(gpu)
-        same = [f"`{name}` ({gpus.origin(name)})" for name in gpus.NAMES if gpus.capability(name) == capability]
+        capability = gpus.capability_of(gpu)
+        same = [f"`{name}` ({gpus.origin(name)})" for name in gpus.NAMES if gpus.capability_of(name) == capability]
         yield _row([f"{capability / 10}", ", ".join(same)])
 
 
@@ -299,9 +299,9 @@ def _header(columns: Iterable[str]) -> Iterator[str]:
 
 
 def _problems(version: int) -> Iterator[str]:
-    yield from _header(f"{gpus.capability(gpu) / 10} {gpu.upper()}" for gpu in gpus.REPRESENTATIVES)
+    yield from _header(f"{gpus.capability_of(gpu) / 10} {gpu.upper()}" for gpu in gpus.REPRESENTATIVES)
     for title, problem in PROBES.items():
-        yield _row([title, *(_support_on(problem, version, gpus.capability(gpu)) for gpu in gpus.REPRESENTATIVES)])
+        yield _row([title, *(_support_on(problem, version, gpus.capability_of(gpu)) for gpu in gpus.REPRESENTATIVES)])
 
 
 def _support_on(problem: Problem, version: int, capability: int) -> str:
@@ -331,7 +331,7 @@ def _gpus_of(problem: Problem | None, version: int) -> str:
     """Return the GPUs that run a problem: ``yes`` for all, ``no`` for none."""
     if problem is None:
         return ""
-    supported = [gpu.upper() for gpu in gpus.REPRESENTATIVES if not why_not(problem, version, gpus.capability(gpu))]
+    supported = [gpu.upper() for gpu in gpus.REPRESENTATIVES if not why_not(problem, version, gpus.capability_of(gpu))]
     return "yes" if len(supported) == len(gpus.REPRESENTATIVES) else ", ".join(supported) or "no"
 
 

@@ -36,7 +36,7 @@ from .evaluate import (
     KeyRanges,
     MaskFunction,
     answers_flex_attention,
-    evaluate,
+    block_kinds,
     evaluate_blocks,
     partial_blocks,
 )
@@ -101,7 +101,7 @@ def block_mask(
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
     rows: dict[tuple[int, int], KeyRanges] = {}
     for h, b in np.ndindex(*groups):
-        kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
+        kinds[:, :, h, b], rows[h, b] = block_kinds(function, b, h, lengths[0], lengths[1])
     bits = evaluate_blocks(function, partial_blocks(kinds), lengths[0], lengths[1])
     constant = None if tensors else function.recorded
     return BlockMask(lengths[0], lengths[1], kinds, bits, segments_of(rows, kinds), constant, size)

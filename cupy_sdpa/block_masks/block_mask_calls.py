@@ -10,7 +10,7 @@ from ..extend.arrays import interpreted, plain
 from ..extend.options import OPTIONS, check_spelling
 from .block_mask import BlockMask
 from .entries import TableSizes
-from .method import check_groups, check_type, method_of
+from .method import check_groups, check_mask_type, method_of
 
 
 def reasons_for_dense(
@@ -31,7 +31,7 @@ def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
     if options.get("block_mask") is None:
         return options
     rest = {name: value for name, value in options.items() if name != "block_mask"}
-    check_type(mask := options["block_mask"])
+    check_mask_type(mask := options["block_mask"])
     return with_dense_mask(q, k, mask, rest)
 
 
@@ -108,7 +108,7 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
     check_groups(mask, queries[1], batch)
 
 
-def description(mask: BlockMask, sizes: TableSizes) -> str:
+def method_description(mask: BlockMask, sizes: TableSizes) -> str:
     """Return how calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
     method = method_of(mask, sizes)
     how = {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..extend import Builder, Constant, Parts, View, merge, row_stats_dtype
+from ..extend import Builder, Constant, Parts, View, merge_parts, row_stats_dtype
 from ..extend.arrays import FORWARD, KEY_ARRAYS
 from ..extend.functions import AXES
 from ..extend.kernels import Sources, sum_blocks
@@ -335,7 +335,7 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
         of_copies = copied_stats.reshape((heads, BLOCK, 1, count), order="F").transpose(1, 0, 2, 3)
         merged = [] if base is None else [Parts(target[..., None], base[..., None])]
         merged.append(Parts(copies[:, :, :, None], of_copies, sources=Sources(offsets, numbers, groups)))
-        builder.run(merge, merged, target, stats, sinks, writes=[x for x in (target, stats) if x is not None])
+        builder.run(merge_parts, merged, target, stats, sinks, writes=[x for x in (target, stats) if x is not None])
     elif stats is not None and base is not None:
         builder.copy(stats, base)
     if target is not out:

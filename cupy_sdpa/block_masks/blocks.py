@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..extend import Struct, cuda_kernel, cupy_runtime
-from ..extend.arrays import strided
+from ..extend.arrays import as_strided
 from ..extend.kernels import BLOCK as BLOCK
 from ..extend.kernels import UNITS
 
@@ -87,7 +87,7 @@ def copy_elements(copies: Any, array: Any, index: Any) -> None:
     """Copy the elements of an array at offsets: ``index``, int64, in elements, of the shape of ``copies``, in Fortran order."""
     if not cupy_runtime.is_array(array):
         last = sum((length - 1) * stride // array.itemsize for length, stride in zip(array.shape, array.strides, strict=True))
-        copies[...] = strided(array, (last + 1,), (array.itemsize,))[index]
+        copies[...] = as_strided(array, (last + 1,), (array.itemsize,))[index]
         return
     if copies.size:
         addresses = np.int64(array.data.ptr), np.int64(index.data.ptr), np.int64(copies.data.ptr), np.int64(copies.size)

@@ -211,7 +211,7 @@ def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
     return list(arrays)
 
 
-def evaluate(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], KeyRanges]:
+def block_kinds(function: MaskFunction, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], KeyRanges]:
     """Return the kinds of all blocks of one head and batch item, ``(key blocks, query blocks)``, and the keys of every query.
 
     The function is evaluated on some rows of tiles at a time.

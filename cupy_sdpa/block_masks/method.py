@@ -48,7 +48,7 @@ def block_cost(mask: BlockMask) -> float:
     return float(np.where(partial == 0, full, np.minimum(together, separate)).sum())
 
 
-def choose(mask: BlockMask, sizes: TableSizes) -> Method:
+def cheapest_method(mask: BlockMask, sizes: TableSizes) -> Method:
     """Return the method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
     if 0 in (sizes.hq, sizes.batch) or not mask.kinds.any():  # no query attends to a key
         return Method(None, [], None, 0.0)
@@ -57,7 +57,7 @@ def choose(mask: BlockMask, sizes: TableSizes) -> Method:
     if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
         return Method(None, [segments.SegmentSlice(0, mask.sq, 0, mask.skv, None)], None, blocks)
     if mask.segments is not None and (cost := sum(map(segments.cost, mask.segments))) <= blocks:
-        slices = segments.slices(mask.segments[0]) if mask.batch == 1 else None
+        slices = segments.segment_slices(mask.segments[0]) if mask.batch == 1 else None
         packed = segments.packed(list(mask.segments) * repeats, mask.sq, mask.skv)
         if packed is not None and (slices is None or len(slices) > 1):
             return Method(packed, None, None, cost)
@@ -70,7 +70,7 @@ def method_of(mask: BlockMask, sizes: TableSizes) -> Method:
     """Return the method of a mask for calls of some sizes; it is chosen once."""
     method = mask.tables.get(sizes)
     if method is None:
-        method = mask.tables[sizes] = choose(mask, sizes)
+        method = mask.tables[sizes] = cheapest_method(mask, sizes)
     return method
 
 
@@ -133,7 +133,7 @@ def as_pages(array: View) -> View | None:
     return array.strided((d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
 
 
-def check_type(mask: Any) -> None:
+def check_mask_type(mask: Any) -> None:
     """Raise TypeError if ``block_mask`` is not a BlockMask."""
     if not isinstance(mask, BlockMask):
         raise TypeError(
@@ -149,7 +149,7 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> TableSizes:
     Raises:
         TypeError, ValueError: the mask does not fit the arrays.
     """
-    check_type(mask)
+    check_mask_type(mask)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
@@ -177,7 +177,7 @@ def check_groups(mask: BlockMask, heads: int, batch: int) -> None:
         )
 
 
-def check_arrays(
+def check_other_arrays(
     arrays: Mapping[str, Any], sinks: Any, results: Sequence[str], *, dtype: Any = None, rounded: bool = False
 ) -> None:
     """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.

@@ -44,5 +44,5 @@ def check(
     """Check the arrays and the score function of a call with a block mask."""
     q, k, v = (arrays[name] for name in "qkv")
     method.check(q, k, v, mask)
-    method.check_arrays(arrays, options.get("sinks"), results, dtype=dtype, rounded=rounded)
+    method.check_other_arrays(arrays, options.get("sinks"), results, dtype=dtype, rounded=rounded)
     score_function(q.shape, k.shape, options)  # checks it

@@ -218,7 +218,7 @@ class SegmentSlice(NamedTuple):
     band: Band | None
 
 
-def slices(entry: Segments) -> list[SegmentSlice] | None:
+def segment_slices(entry: Segments) -> list[SegmentSlice] | None:
     """Return the segments of a batch item as calls on slices; None if there are too many, or a segment has no band.
 
     None also for a segment of one query and one key: cuDNN cannot read the positions, which are integers, in such a call.

@@ -19,7 +19,7 @@ from .case import GRADIENTS, Case, Outcome
 from .data import build, call_options, dense_shape, dropout_options
 from .drawn_memory import DrawnMemory, fill_nan, memory_of, named_layout
 from .formats import dtype_of
-from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, on_host, rotated_queries, with_tree
+from .routes import arrays_in_fp8, as_numpy, filled_cache, forward_function, in_group, rotated_queries, with_tree
 
 #: The results that may be preallocated.
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
@@ -242,7 +242,7 @@ class CaseRunner:
             q, k = (self.xp.zeros(dense_shape(dense, name), dtype_of(case.dtype), order="F") for name in "qk")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
         self.count += 1
-        return on_host(cupy_sdpa.dropout_mask(q, k, **options, **dropout_options(case, memory.views, index)))
+        return as_numpy(cupy_sdpa.dropout_mask(q, k, **options, **dropout_options(case, memory.views, index)))
 
 
 # Planning with the real cuDNN for a described GPU, without executing

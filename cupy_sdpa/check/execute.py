@@ -17,7 +17,7 @@ from .data import Data
 from .drawn_memory import DrawnMemory
 from .formats import dtype_of
 from .oracle import Inputs, Results
-from .routes import on_host, wrong_scale
+from .routes import as_numpy, wrong_scale
 from .tolerances import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
@@ -115,7 +115,7 @@ class Comparison:
     def _of_results(self, results: dict[str, Any], index: int, call: str, *, same_bits: bool = True) -> Iterator[Difference]:
         """Compare results with the expected ones, and with the bits of an earlier call."""
         # Copying to the host waits for the GPU, so errors of kernels are raised here.
-        arrays = {name: on_host(x) for name, x in results.items()}
+        arrays = {name: as_numpy(x) for name, x in results.items()}
         messages = self._expected(index).errors(arrays)
         if self.reproducible and same_bits:
             paged = self.case.paged
@@ -163,7 +163,7 @@ class Comparison:
                 gradients = cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **of_entry)
                 found |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
             for name, x in found.items():
-                alone, beside = on_host(x), on_host(of_batch[name])
+                alone, beside = as_numpy(x), as_numpy(of_batch[name])
                 if alone.tobytes("F") != beside.tobytes("F"):
                     yield f"the bits of {name} of sequence {entry} depend on the rest of the batch", name
 

@@ -27,7 +27,7 @@ class CasePool(_workers.Pool):
 
     def __init__(self, jobs: int, modules: tuple[str, ...] = ()) -> None:
         count = str(max(1, (os.cpu_count() or 1) // jobs))
-        environment = _workers.environment(
+        environment = _workers.worker_environment(
             CUPY_SDPA_CACHE_DIR="0", OMP_NUM_THREADS=count, OPENBLAS_NUM_THREADS=count, MKL_NUM_THREADS=count,
             MALLOC_PERTURB_="1",  # glibc fills memory of numpy.empty with bytes of 254: NaN, or numbers of -1e38 and less
         )  # fmt: skip

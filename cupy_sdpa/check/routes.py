@@ -70,7 +70,7 @@ def wrong_scale(data: Data, views: dict[str, Any]) -> str:
 def _wrong_mean(data: Data, views: dict[str, Any]) -> str:
     """Return what is wrong with the mean that a conversion of v subtracts."""
     lengths = {"lengths": views.get("seq_lens_kv"), **named_layout(data.case)}
-    found = on_host(fp8.quantize(views["v"], data.case.options["fp8"], center=True, **lengths).mean)[:, :, 0]
+    found = as_numpy(fp8.quantize(views["v"], data.case.options["fp8"], center=True, **lengths).mean)[:, :, 0]
     v, counts = data.arrays["v"].astype(np.float64), data.lengths[1]
     counts = np.full(data.case.b, data.case.skv) if counts is None else counts
     inside = np.arange(data.case.skv)[:, None] < counts
@@ -130,7 +130,7 @@ def in_group(
     """
     method, size = case.options["parallel"]
     packed = "packed" in case.options
-    options = {name: on_host(x) if name.startswith("cu_seqlens") else x for name, x in options.items()}
+    options = {name: as_numpy(x) if name.startswith("cu_seqlens") else x for name, x in options.items()}
     lengths: dict[str, Any] = {} if packed else {"seqlen_q": case.sq, "seqlen_kv": case.skv}
     offsets = [{"cu_seqlens": options[f"cu_seqlens_{side}"]} if packed else {} for side in ("q", "kv")]
     whole = offsets if packed else [{"seqlen": case.sq}, {"seqlen": case.skv}]
@@ -144,7 +144,7 @@ def in_group(
                 q *= factor
                 found = results(cp, q, k, v)
             cp.check()
-            return {name: on_host(x) for name, x in found.items()}
+            return {name: as_numpy(x) for name, x in found.items()}
         finally:
             if case.engine == "gpu":
                 cupy_sdpa.get_plan_cache().clear()  # of this thread
@@ -176,7 +176,7 @@ def in_group(
     return first
 
 
-def on_host(x: Any) -> Any:
+def as_numpy(x: Any) -> Any:
     """Return an array of numpy or CuPy as an array of numpy."""
     return x if isinstance(x, np.ndarray) else x.get()
 

@@ -198,7 +198,7 @@ def run(
         except KeyboardInterrupt:
             summary.interrupted = True
             pool.kill()
-    summary.findings = merge(summary.findings)
+    summary.findings = merge_duplicates(summary.findings)
     return summary
 
 
@@ -243,7 +243,7 @@ def _explains(simple: Finding, other: Finding) -> bool:
     return all(0 < a <= b or a == b for a, b in sizes) and set(simple.case.options) <= set(other.case.options)
 
 
-def merge(findings: Sequence[Finding]) -> list[Finding]:
+def merge_duplicates(findings: Sequence[Finding]) -> list[Finding]:
     """Merge duplicates: each is listed with the most similar shrunk finding."""
     merged: list[Finding] = []
     for finding in sorted(findings, key=lambda finding: not finding.shrunk):

@@ -44,7 +44,8 @@ def _facts(version: int) -> dict[str, Any]:
     return {
         "cudnn": version_text(version), "minimum_cudnn": version_text(MINIMUM_CUDNN),
         "gpus": [
-            {"name": name, "compute_capability": gpus.capability(name) / 10, "origin": gpus.origin(name)} for name in gpus.NAMES
+            {"name": name, "compute_capability": gpus.capability_of(name) / 10, "origin": gpus.origin(name)}
+            for name in gpus.NAMES
         ],
         "problems": [
             {"name": name, "gpus": {gpu: _support(problem, version, gpu)._asdict() for gpu in gpus.REPRESENTATIVES}}
@@ -71,7 +72,7 @@ class _Support(NamedTuple):
 
 
 def _support(problem: Problem, version: int, gpu: str) -> _Support:
-    capability = gpus.capability(gpu)
+    capability = gpus.capability_of(gpu)
     if refusing := tuple(dict.fromkeys(reason.rule for reason in why_not(problem, version, capability))):
         return _Support(False, refusing)
     return _Support(True, tuple(dict.fromkeys(name for name, _ in unverified_rules(problem, version, capability))))
@@ -80,7 +81,7 @@ def _support(problem: Problem, version: int, gpu: str) -> _Support:
 def _lines(version: int) -> Iterator[str]:
     """Yield the support table for a cuDNN version as text."""
     yield f"cuDNN {version_text(version)} ({version_text(MINIMUM_CUDNN)} or newer is required)"
-    listed = (f"{name.upper()} ({gpus.capability(name) / 10}, {gpus.origin(name)})" for name in gpus.NAMES)
+    listed = (f"{name.upper()} ({gpus.capability_of(name) / 10}, {gpus.origin(name)})" for name in gpus.NAMES)
     yield f"described GPUs: {', '.join(listed)}"
     yield "\nproblems:"
     for name, problem in PROBES.items():

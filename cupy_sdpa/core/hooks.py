@@ -76,7 +76,7 @@ def pass_option(options: dict[str, Any]) -> PassOption | None:
     return layer_option
 
 
-def library_of_type(kind: type) -> Any:
+def registered_library(kind: type) -> Any:
     """Return the library of a type of arrays, from the registered modules; None if they do not know it."""
     modules = (importlib.import_module(name) for name in _libraries)
     return next((library for module in modules if (library := module.library_of_type(kind)) is not None), None)

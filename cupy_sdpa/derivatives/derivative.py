@@ -68,7 +68,7 @@ def derivative(
 
     ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
-    own, finish = passes.rounded(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
+    own, finish = passes.in_dtype(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
     flags: dict[str, Any] = {"layer_option": layer_option, "deterministic": deterministic}
 

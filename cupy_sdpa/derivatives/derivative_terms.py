@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
-from ..extend.kernels import Address, address, alignment_of
+from ..extend.kernels import Address, address, address_bits
 
 #: Threads along head_dim and along rows, and the maximum number of blocks.
 COLUMNS, ROWS, MAX_BLOCKS = 8, 32, 4096
@@ -83,7 +83,7 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
     for name, array in zip(_ARRAYS, arrays, strict=True):
         if array.address and name != "means":  # a mean is one element of a row
             aligned &= array.d == itemsize
-            places |= alignment_of(array)
+            places |= address_bits(array)
     aligned &= places % VECTOR == 0
     arguments = _TERMS(width, heads, length, rows, *arrays)
     grid = (min(-(-rows // ROWS), MAX_BLOCKS),)

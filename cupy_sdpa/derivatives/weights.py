@@ -33,7 +33,7 @@ from ..extend.calls import ReadCall, read, read_forward
 from ..extend.functions import FUNCTIONS, Access, Recorded, relocated
 from ..extend.options import OPTIONS, Band, Options, ReadOptions, check_names, kept_options, refused_by
 from ..extend.planning import problems_of, views_of_shapes
-from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
+from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and the options of keys that take their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
@@ -252,7 +252,7 @@ def _build(builder: Builder, q: View, k: View, sums: View, options: ReadOptions)
         queries = q[:, own]
         builder.attend("attention", keys, queries, queries, swapped, out=out, stats=logarithms)
         target = sums if not of_queries else sums[own] if packed else sums[:, own]
-        builder.run(exponentials, target, logarithms, member > 0 and not of_queries, writes=[target])
+        builder.run(add_exponentials, target, logarithms, member > 0 and not of_queries, writes=[target])
 
 
 def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> ReadOptions:

@@ -60,7 +60,7 @@ def _negated_rows_kernel(integer: str) -> str:
         }}"""
 
 
-def exponentials(sums: Any, logarithms: Any, add: bool) -> None:
+def add_exponentials(sums: Any, logarithms: Any, add: bool) -> None:
     """``sums = exp(logarithms)``, or ``sums += exp(logarithms)``; arrays of one shape, float32 (numpy: also float64)."""
     if not cupy_runtime.is_array(sums):
         sums[...] = (sums if add else 0) + np.exp(logarithms)

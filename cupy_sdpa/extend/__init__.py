@@ -12,7 +12,7 @@ options    takes_options, read_count, read_flag, read_positive, is_one_of
 arrays     Array, ArrayT, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
            row_stats_dtype, row_stats_shape
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
-merging    Parts, merge
+merging    Parts, merge_parts
 messages   Unsupported, in_words, with_title
 ========== ===================================================================================================================
 """
@@ -22,7 +22,7 @@ from ..core._typing import Array, ArrayT
 from ..core.boundary.argument import arrays_on_gpu, as_int32, check_arrays, read_array
 from ..core.boundary.options import takes_options
 from ..core.errors import Unsupported, in_words
-from ..core.kernels.merge import Parts, merge
+from ..core.kernels.merge import Parts, merge_parts
 from ..core.options.values import is_one_of, read_count, read_flag, read_positive
 from ..core.problem.problem import row_stats_dtype, row_stats_shape
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
@@ -60,7 +60,7 @@ __all__ = [
     "dtype_name",
     "in_words",
     "is_one_of",
-    "merge",
+    "merge_parts",
     "numpy_dtype",
     "operation",
     "read_array",

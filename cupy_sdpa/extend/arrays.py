@@ -9,7 +9,7 @@ checks        check_counts, check_lengths, check_offsets, check_strides_of, stri
 layouts       Layout, default_layout, check_layout, other_layout, from_own, has_own_axes, in_own_layout, of_caller,
               takes_default, to_own, convert, needs_conversion
 libraries     Library, is_on_gpu, library_of
-engine="cupy" InterpretedArray, plain, strided, interpreted
+engine="cupy" InterpretedArray, plain, as_strided, interpreted
 ============= ================================================================================================================
 """
 
@@ -47,7 +47,7 @@ from ..core.problem.tensor_spec import (
 from ..core.problem.validation import expected_arrays
 from ..core.problem.view import device_of
 from ..core.replay.bound_program import shares_memory
-from ..core.runtime.interpreted_array import InterpretedArray, plain, strided
+from ..core.runtime.interpreted_array import InterpretedArray, as_strided, plain
 
 __all__ = [
     "BACKWARD",
@@ -71,6 +71,7 @@ __all__ = [
     "NoArray",
     "Problem",
     "TensorSpec",
+    "as_strided",
     "check_counts",
     "check_layout",
     "check_lengths",
@@ -95,7 +96,6 @@ __all__ = [
     "spec_of",
     "storage_dtype",
     "stride_obstacle",
-    "strided",
     "takes_default",
     "tensor_name",
     "to_own",

@@ -1,7 +1,7 @@
 """cuDNN: load it, and plan for a described GPU. Importing this module loads the binding, not the library.
 
 ========== ===================================================================================================================
-GPUs       capability, describe, model_of
+GPUs       capability_of, describe, model_of
 library    OVERRIDE, library, load_driver_or_stub, CudnnError
 plans      PlanInfo, Target, plan_for, DiskCache, NotStored
 ========== ===================================================================================================================
@@ -14,7 +14,7 @@ from ..core.cudnn_engine.plan import PlanInfo, Target
 from ..core.cudnn_engine.planner import plan_for
 from ..core.errors import CudnnError
 from ..core.runtime.cupy_runtime import model_of
-from ..core.support.gpus import capability, describe
+from ..core.support.gpus import capability_of, describe
 
 __all__ = [
     "OVERRIDE",
@@ -23,7 +23,7 @@ __all__ = [
     "NotStored",
     "PlanInfo",
     "Target",
-    "capability",
+    "capability_of",
     "describe",
     "library",
     "load_driver_or_stub",

@@ -1,19 +1,19 @@
 """Steps and parts of CUDA kernels that operations share.
 
 ============= ===============================================================================================================
-memory        UNITS, copy, bindings
-concatenation Address, Concatenation, Filler, address, alignment_of, concatenate, MULTIPLE, rounded_up
+memory        UNITS, copy_by_rows, bindings
+concatenation Address, Concatenation, Filler, address, address_bits, concatenate, MULTIPLE, rounded_up
 sums          BLOCK, Sources, sum_blocks, row_means, replace_infinite
 ============= ===============================================================================================================
 """
 
-from ..core.kernels.concatenation import Address, Concatenation, Filler, address, alignment_of, concatenate
+from ..core.kernels.concatenation import Address, Concatenation, Filler, address, address_bits, concatenate
 from ..core.kernels.merge import BLOCK, Sources, sum_blocks
 from ..core.kernels.ragged import replace_infinite
 from ..core.kernels.row_means import row_means
 from ..core.programs.stats_gradient import MULTIPLE, rounded_up
 from ..core.runtime.driver import bindings
-from ..core.runtime.memory import UNITS, copy
+from ..core.runtime.memory import UNITS, copy_by_rows
 
 __all__ = [
     "BLOCK",
@@ -24,10 +24,10 @@ __all__ = [
     "Filler",
     "Sources",
     "address",
-    "alignment_of",
+    "address_bits",
     "bindings",
     "concatenate",
-    "copy",
+    "copy_by_rows",
     "replace_infinite",
     "rounded_up",
     "row_means",

@@ -100,7 +100,7 @@ _MEAN = Struct("Mean", "address stride_0 stride_1 stride_2 stride_3 length_0 len
 # Steps and calls, for arrays of numpy and of CuPy
 
 
-def quantize(conversions: Sequence[Fp8Conversion], amax: Any, dtype: str) -> None:
+def quantize_arrays(conversions: Sequence[Fp8Conversion], amax: Any, dtype: str) -> None:
     """Convert arrays to FP8 with current scaling, in two launches.
 
     ``amax`` is uint32, one element for each block and array of the launches; None for numpy.

@@ -59,7 +59,7 @@ def add_conversions(
         for i, (x, target, rotation, n, mean) in enumerate(zip(sources, targets, rotations, dense, means, strict=False))
     ]
     writes = [*targets, factors] if amax is None else [*targets, factors, amax]
-    builder.run(fp8_kernels.quantize, conversions, amax, dtype, writes=writes)
+    builder.run(fp8_kernels.quantize_arrays, conversions, amax, dtype, writes=writes)
     return [(target, *factors_in(factors, i)) for i, target in enumerate(targets)]
 
 

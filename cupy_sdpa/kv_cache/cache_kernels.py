@@ -14,7 +14,7 @@ from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
 from ..extend.arrays import rounded
 from ..extend.kernels import UNITS
 from ..fp8.fp8_kernels import PACK, ROTATION, rotated_values
-from .rope_kernel import ROPE, SHARED_TURNS, rotated, steps_of, types_of
+from .rope_kernel import ROPE, SHARED_TURNS, position_strides, rotated, types_of
 
 
 class State(NamedTuple):
@@ -262,7 +262,7 @@ def append(
     lanes = min(32, 1 << (max(side[3] for side in sides) - 1).bit_length())
     per_block = _THREADS // lanes
     blocks = -(-(k.shape[2] + keys.shape[2]) * k.shape[1] // (4 * per_block))
-    numbers = state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance, positions, *steps_of(positions)
+    numbers = state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance, positions, *position_strides(positions)
     given: list[Any] = [_ARGUMENTS(*state, *numbers, sides)]
     if rotation is not None:
         given.append(rotation)

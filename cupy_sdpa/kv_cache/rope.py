@@ -131,7 +131,7 @@ class Rope:
         }  # fmt: skip
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        record = kernels.record(tuple(found), self.factor, interleaved=self.interleaved)
+        record = kernels.rotation_record(tuple(found), self.factor, interleaved=self.interleaved)
         object.__setattr__(self, "_record", record)
 
     def transposed(self) -> Rope:

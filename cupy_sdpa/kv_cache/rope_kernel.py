@@ -50,7 +50,7 @@ def types_of(dtype: str) -> tuple[Any, str]:
     return TYPES[dtype], "double" if dtype == "float64" else "float"
 
 
-def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:
+def rotation_record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:
     """Return the record of a rotation; ``angles`` are the pairs' angles per position, in radians."""
     made = np.zeros((), RECORD)
     made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
@@ -139,7 +139,7 @@ def apply(x: Any, out: Any, rotation: Any, positions: TokenPositions, dtype: str
         return
     numbers = _NUMBERS(
         x, out, positions.first, start, end, lengths, offsets, offsets is not None and offsets.itemsize == 8, *x.shape[:3],
-        batch, rows, *_steps(x), *_steps(out), listed, *steps_of(listed),
+        batch, rows, *_steps(x), *_steps(out), listed, *position_strides(listed),
     )  # fmt: skip
     lanes = min(32, 1 << (x.shape[0] // 2 - 1).bit_length())
     per_block = 256 // lanes
@@ -171,7 +171,7 @@ def _steps(x: Any) -> tuple[int, int, int]:
     return head, token, batch
 
 
-def steps_of(listed: Any) -> tuple[int, int]:
+def position_strides(listed: Any) -> tuple[int, int]:
     """Return the strides of listed positions in elements along tokens and batch."""
     token, batch = (*(() if listed is None else [stride // 4 for stride in listed.strides]), 0, 0)[:2]
     return token, batch

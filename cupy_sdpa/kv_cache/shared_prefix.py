@@ -21,7 +21,7 @@ from ..extend import (
     check_arrays,
     composed,
     is_one_of,
-    merge,
+    merge_parts,
     operation,
     read_operands,
     results_of,
@@ -50,7 +50,7 @@ def shared_prefix_attention(
     """Compute :func:`cupy_sdpa.attention` with a page table for sequences whose first keys are in the same pages.
 
     The queries of all sequences attend to the shared pages together, as if they were one sequence, so the pages are read once.
-    Then each sequence attends to its remaining pages, and the two results are merged (:func:`cupy_sdpa.merge`).
+    Then each sequence attends to its remaining pages, and the two results are merged (:func:`cupy_sdpa.merge_parts`).
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
@@ -152,7 +152,7 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions
     )
     groups = [_of_sequences(part, sq, b) for part in parts]
     groups.append(Parts(results["out"][..., None], results["stats"][..., None]))
-    builder.run(merge, groups, out, stats, sinks, writes=[x for x in (out, stats) if x is not None])
+    builder.run(merge_parts, groups, out, stats, sinks, writes=[x for x in (out, stats) if x is not None])
 
 
 def _as_one_entry(builder: Builder, q: View) -> View:

@@ -31,7 +31,7 @@ class WorkerEnded(Exception):
         self.status, self.tail = status, tail
 
 
-def environment(**more: str) -> dict[str, str]:
+def worker_environment(**more: str) -> dict[str, str]:
     """Return the environment of a worker, which imports what its parent does."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 

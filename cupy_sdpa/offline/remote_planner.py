@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..extend.arrays import Problem
-from ..extend.cudnn import OVERRIDE, CudnnError, PlanInfo, Target, capability, describe, model_of
+from ..extend.cudnn import OVERRIDE, CudnnError, PlanInfo, Target, capability_of, describe, model_of
 from . import _workers
 
 _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
@@ -31,7 +31,7 @@ def load_target(gpu: str) -> Target:
         ValueError: there is no such description.
     """
     text = describe(gpu)
-    properties, number = json.loads(text), capability(gpu)
+    properties, number = json.loads(text), capability_of(gpu)
     return Target(model_of(properties["deviceName"], number, properties["multiProcessorCount"]), number, description=text)
 
 
@@ -47,7 +47,7 @@ class Planner(_workers.Pool):
     """
 
     def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
-        self.environment = _workers.environment(**({} if cudnn is None else {OVERRIDE: cudnn}))
+        self.environment = _workers.worker_environment(**({} if cudnn is None else {OVERRIDE: cudnn}))
         super().__init__(workers, lambda: _workers.Worker(_COMMAND, self.environment))
         try:
             self.version = int(self._answer(None))
@@ -112,7 +112,7 @@ def kept_planner() -> Planner:
     """
     global _kept
     with _lock:
-        if _kept and _relevant(_kept.environment) != _relevant(_workers.environment()):
+        if _kept and _relevant(_kept.environment) != _relevant(_workers.worker_environment()):
             _close_kept()
         _kept = _kept or Planner()
         return _kept

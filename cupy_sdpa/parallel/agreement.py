@@ -85,12 +85,12 @@ class Agreement:
         keep_recent(self._texts, text, None, _MAX_CONFIGURATIONS)
 
     def compare(self, text: str) -> None:
-        """Compare the text of a call with the texts of the other members, see :func:`compare`."""
+        """Compare the text of a call with the texts of the other members, see :func:`compare_texts`."""
         self._channel.begun = True
         if self._check and self._channel.size > 1:
             array = self._array()
             with cupy_runtime.device_context(array):
-                compare(self._channel, text, array)
+                compare_texts(self._channel, text, array)
 
     def _array(self) -> Any:
         """Return an array of the engine of the present call."""
@@ -127,7 +127,7 @@ class Parser:
         return self.member.read(key, operands, self._programs)
 
 
-def decided_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+def agreed_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
     decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
     dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
@@ -136,7 +136,7 @@ def decided_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ma
     return decided if dtype is None else {**decided, "compute_dtype": dtype}
 
 
-def compare(channel: Channel, text: str, like: Any) -> None:
+def compare_texts(channel: Channel, text: str, like: Any) -> None:
     """Exchange the texts of all members, or :data:`REFUSED` and a reason; waits for the exchange.
 
     Raises:

@@ -15,7 +15,7 @@ from ..extend.calls import Operands
 from ..extend.functions import Recorded
 from ..extend.options import ReadOptions
 from ..helpers import dropout_mask
-from .parts import Part, Selection, parts, share_buffers
+from .parts import Part, Selection, call_parts, share_buffers
 from .positions import Window, aligned, options_at
 from .shards import Interval, ShardLayout
 
@@ -147,7 +147,7 @@ class Configuration:
         """Return the calls on the keys of every step, which are intervals for every sequence."""
         aligned = not any(getattr(self.problem, name) for name in LENGTHS)
         of_calls: dict[str, Any] = {"positional": self.positional, "aligned": aligned, "cut": cut}
-        made = [parts(self.queries, self.rank, keys, self.diagonals, self.problem.band, **of_calls) for keys in steps]
+        made = [call_parts(self.queries, self.rank, keys, self.diagonals, self.problem.band, **of_calls) for keys in steps]
         share_buffers([part for own in made for part in own])
         return made
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 from ..extend import Builder, Call, CallKey, Unsupported, View, cupy_runtime, read_flag
 from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, has_own_axes, takes_default
 from ..extend.calls import BoundPrograms, ReadCall, read, run, run_cached
-from ..extend.kernels import copy
+from ..extend.kernels import copy_by_rows
 from ..extend.options import kept_options
 from ..extend.planning import OF_FORWARD
-from .agreement import Agreement, Parser, decided_options
+from .agreement import Agreement, Parser, agreed_options
 from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
@@ -315,7 +315,7 @@ class ContextParallel:
         """Return a call as a value."""
         key = CallKey(of, (*arrays,), (*arrays.values(),), _with_offsets(options))
         parser = Parser(self._agreement, of, self._programs.built)
-        return Call(key, parser, of.results, decided_options, programs=self._programs)
+        return Call(key, parser, of.results, agreed_options, programs=self._programs)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """Return this member's part of an array that every member has.
@@ -350,7 +350,7 @@ class ContextParallel:
         shape = (*x.shape[:along], layout.share(self.rank), *x.shape[along + 1 :])
         own = _new_like(x, shape)
         for local, positions in layout.slices(self.rank):
-            copy(own[_slices(along, local)], x[_slices(along, positions)])
+            copy_by_rows(own[_slices(along, local)], x[_slices(along, positions)])
         return own
 
     @_collective

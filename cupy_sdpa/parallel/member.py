@@ -70,7 +70,7 @@ class Member:
         steps = MemberSteps(builder, self._channel, zlib.crc32(self._text.encode()) >> 1 if self._compare else None)
         if config.size > 1:
             builder.run(self.begin, writes=(), on_host=True)
-        own, finish = passes.rounded(builder, views, of.dtype, of.results)
+        own, finish = passes.in_dtype(builder, views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
         with of_caller("dhsb", {}):  # parts of the options of the whole call

@@ -11,7 +11,7 @@ import numpy as np
 from ..extend import Builder, View
 from ..extend.arrays import BACKWARD, REQUESTS
 from ..extend.calls import GivenStats, Program, passes
-from ..extend.kernels import copy
+from ..extend.kernels import copy_by_rows
 from ..extend.options import ReadOptions
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
@@ -43,7 +43,7 @@ class MemberSteps:
 
     def copy(self, target: View, source: View) -> None:
         """Copy an array into another one of the same shape."""
-        self.builder.run(copy, target, source, writes=(target,))
+        self.builder.run(copy_by_rows, target, source, writes=(target,))
 
     def message(self, specs: Sequence[Spec]) -> Message:
         """Return a message for arrays of these shapes and dtypes."""

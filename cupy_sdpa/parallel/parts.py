@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, Constant, View
-from ..extend.kernels import copy
+from ..extend.kernels import copy_by_rows
 from ..extend.options import Band
 from .shards import Interval, ShardLayout
 
@@ -145,13 +145,13 @@ class Selection:
         if len(self.ranges) <= 1:
             return self._range(x, axis)
         target = builder.temporary((*x.shape[:-1], self.length), x.dtype)
-        builder.run(take, target, x, builder.constant(self._indices, keep=True), writes=(target,))
+        builder.run(copy_positions, target, x, builder.constant(self._indices, keep=True), writes=(target,))
         return target
 
     def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
-            builder.run(copy, self._range(target, axis), x, writes=(self._range(target, axis),))
+            builder.run(copy_by_rows, self._range(target, axis), x, writes=(self._range(target, axis),))
         else:
             builder.run(put, target, x, builder.constant(self._indices, keep=True), writes=(target,))
 
@@ -174,7 +174,7 @@ class Selection:
 # Steps; the positions are the last axis
 
 
-def take(target: Any, x: Any, indices: Any) -> None:
+def copy_positions(target: Any, x: Any, indices: Any) -> None:
     """Copy the elements at some positions."""
     as_bits(target).T[...] = as_bits(x).T[indices]
 
@@ -235,7 +235,7 @@ class Part:
         return {f"cu_seqlens_{side}": Constant(np.cumsum([0, *of], dtype=np.int32)) for side, of in self._sides.items()}
 
 
-def parts(
+def call_parts(
     queries: ShardLayout,
     rank: int,
     keys: Sequence[Sequence[Interval]],

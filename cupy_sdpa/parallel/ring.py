@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Parts, View, cupy_runtime, merge, row_stats_shape
+from ..extend import Builder, Parts, View, cupy_runtime, merge_parts, row_stats_shape
 from ..extend.kernels import replace_infinite
 from ..extend.options import ReadOptions
 from .configuration import Configuration
@@ -91,7 +91,7 @@ def _merge(
     every = [(x[..., None], y.T[..., None]) if config.packed else (x, y) for x, y in (*partial, results)]
     groups, (out, stats) = [Parts(x[..., None], y[..., None]) for x, y in every[:-1]], every[-1]
     sinks, lengths = options.get("sinks"), options.get("seq_lens_q")
-    builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
+    builder.run(merge_parts, groups, out, stats, sinks, writes=(out, stats))
     if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch item their sink
         builder.run(clear_padding, *results, builder.constant(config.positions, keep=True), lengths, writes=results)
 

@@ -135,7 +135,7 @@ def test_groups_of_parts(number, engine):
         if nothing or rng.integers(4)
         else None
     )
-    extend.merge(groups, out, stats, None if sinks is None else strided(engine, rng, sinks))
+    extend.merge_parts(groups, out, stats, None if sinks is None else strided(engine, rng, sinks))
     check((engine.get(out), None if stats is None else engine.get(stats)), formula(parts, sinks), spread)
 
 

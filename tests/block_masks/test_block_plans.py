@@ -70,7 +70,7 @@ def test_every_call_is_planned(name, gpu, planned, planner):
         passes += [(True, {"return_stats": True}), (True, {"backward": True}), (False, {"jvp": True})]
     for scores, flags in passes:
         for problem in problems_of(mask, scores, **flags):
-            assert not why_not(problem, version, gpus.capability(gpu))
+            assert not why_not(problem, version, gpus.capability_of(gpu))
             plan = planned(plan_problem, problem, gpu)
             assert not isinstance(plan, str), f"{problem}: {plan}"
 

@@ -111,8 +111,8 @@ def test_what_is_refused_for_packed_sequences_has_copies(name, backward):
         reason.rule
         for version in RELEASES
         for gpu in gpus.REPRESENTATIVES
-        for reason in why_not(packed, version, gpus.capability(gpu))
-        if reason.rule not in {other.rule for other in why_not(padded, version, gpus.capability(gpu))}
+        for reason in why_not(packed, version, gpus.capability_of(gpu))
+        if reason.rule not in {other.rule for other in why_not(padded, version, gpus.capability_of(gpu))}
     }
     if refused:
         assert not padded.settings.padded, refused

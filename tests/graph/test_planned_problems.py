@@ -61,7 +61,7 @@ def check_plans(numbers, call):
     """
     version, planned = call(library_version), 0
     for case in (draw(11, number, "plan") if number % 2 else drawn(number) for number in numbers):
-        capability = gpus.capability(case.gpu)
+        capability = gpus.capability_of(case.gpu)
         for problem in (part for whole in problems(case) if not whole.trivial for part in subproblems(whole)):
             if why_not(problem, version, capability):
                 continue
@@ -106,7 +106,7 @@ def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
 @pytest.mark.parametrize("gpu", [pytest.param(gpu, marks=[pytest.mark.slow] * (gpu != "h200")) for gpu in gpus.REPRESENTATIVES])
 def test_derivatives_that_the_table_allows_are_planned(gpu, planned):
     """Random problems for every described GPU: each pass has a plan, or the table rules it out."""
-    version, capability, count = planned(library_version), gpus.capability(gpu), 0
+    version, capability, count = planned(library_version), gpus.capability_of(gpu), 0
     for number in range(24):
         sampler = Sampler(np.random.default_rng([number, 5]), "plan")
         names = sampler.extended({"jvp"}, sorted(OPTIONS), sampler.integer(3))

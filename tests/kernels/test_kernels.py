@@ -105,7 +105,7 @@ def calls(seed):
         "sums": (ragged.sum_over_scores, scores["whole"], x(1, 1, 2, 3, dtype="bfloat16")),
         "sums of one key": (ragged.sum_over_scores, scores["one key"], x(1, 1, 2, 3)),
         "statistics of gradients": (ragged.backward_stats, x(7, 3, 2), x(7, 3, 2, values=low)),
-        "log-sum-exp": (ragged.log_sum_exp, x(7, 3, 2), x(7, 3, 2, values=range(9)), x(7, 3, 2)),
+        "log-sum-exp": (ragged.write_log_sum_exp, x(7, 3, 2), x(7, 3, 2, values=range(9)), x(7, 3, 2)),
         "finite bias": (ragged.replace_infinite, x(1, 5, 2, batch, values=low)),
         "diagonal": (ragged.diagonal, x(7, batch, dtype="int32"), int(rng.integers(0, 4)), lengths(9), lengths(5)),
         "one key of every sequence": (ragged.at_least_one, x(batch, dtype="int32"), used),

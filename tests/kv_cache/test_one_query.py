@@ -122,7 +122,7 @@ def test_functions_of_the_head_are_planned(gpu, planner):
         kv = (64, 2, 16, 100) if keys == "pages" else (64, 2, keys, BATCH)
         table = {"page_table": (32, BATCH)} if keys == "pages" else {}
         asked = cupy_sdpa.problem((64, HEADS, 1, BATCH), kv, kv, dtype="bfloat16", **options, **table, **more)
-        if not why_not(asked, version, gpus.capability(gpu)):
+        if not why_not(asked, version, gpus.capability_of(gpu)):
             plan = planner.accept(plan_problem, asked, gpu)
             assert not isinstance(plan, str), f"{name} {asked}: {plan}"
 

@@ -63,7 +63,7 @@ def test_the_calls_of_members_are_planned(name, method, planned, fake):
             found |= {launch.problem for launch in report.launches or (report,)}
     assert found
     for problem in found:
-        assert not why_not(problem, version, gpus.capability("h200")), problem
+        assert not why_not(problem, version, gpus.capability_of("h200")), problem
         plan = planned(plan_problem, problem, "h200")
         assert isinstance(plan, PlanInfo), (problem, plan)
 

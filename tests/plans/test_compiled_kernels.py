@@ -151,7 +151,7 @@ def check(names, gpu, planner, kernels):
     """No problem that the support table allows has an array or an option that its compiled kernel ignores."""
     version, compiled, found = planner.call(library_version), kernels(gpu), {}
     for name in names:
-        problem, capability = PROBLEMS[name], gpus.capability(gpu)
+        problem, capability = PROBLEMS[name], gpus.capability_of(gpu)
         if not why_not(problem, version, capability):
             found[name] = dropped(compiled, *graphs_of(problem, guards(problem, version, capability)))
     assert sum(ignored == set() for ignored in found.values()) > len(names) // 2

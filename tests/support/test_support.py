@@ -510,7 +510,7 @@ def test_the_table_matches_cudnn(gpu, monkeypatch):
 def test_every_gpu_is_measured():
     """No compute capability is missing above, and each has one representative."""
     assert {*ENGINES} == {*gpus.REPRESENTATIVES}
-    assert [gpus.capability(name) for name in gpus.REPRESENTATIVES] == sorted({gpus.capability(name) for name in NAMES})
+    assert [gpus.capability_of(name) for name in gpus.REPRESENTATIVES] == sorted({gpus.capability_of(name) for name in NAMES})
 
 
 @pytest.mark.cudnn

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..hooks import library_of_type
+from ..hooks import registered_library
 from ..runtime import cupy_runtime
 
 #: The device types of DLPack that numpy and CuPy share.
@@ -52,7 +52,7 @@ _libraries: dict[type, Library | None] = {}
 def _library(kind: type) -> Library | None:
     """Return the library of a new type; the layers that know libraries are not imported for our own types."""
     root = kind.__module__.partition(".")[0]
-    return None if root in ("numpy", "cupy", "builtins", "ml_dtypes", "cupy_sdpa") else library_of_type(kind)
+    return None if root in ("numpy", "cupy", "builtins", "ml_dtypes", "cupy_sdpa") else registered_library(kind)
 
 
 def kind_of(array: Any) -> str:

@@ -102,7 +102,7 @@ def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
         parts.append((*source, start, pitch, width, heads, length, target.size // len(target), first))
         if source.address:
             aligned &= source.d == itemsize
-            places |= alignment_of(source)
+            places |= address_bits(source)
         places |= start | (width * itemsize)
         start += width * itemsize
     return aligned and places % VECTOR == 0
@@ -146,6 +146,6 @@ def strides_of_rows(array: Any) -> tuple[int, int, int]:
     return (first, second, batch[0]) if batch else (second, first, 0)
 
 
-def alignment_of(array: Address) -> int:
+def address_bits(array: Address) -> int:
     """Return the bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
     return array.address | array.h | array.s | array.b

@@ -48,7 +48,7 @@ class Parts(NamedTuple):
         sources: if not None, the parts are C copies of blocks, ``(Dv, H / groups, BLOCK, 1, C)``, and each row of the result
             has the parts that this lists. No totals. Only the last group has sources.
 
-    Example: :func:`merge`.
+    Example: :func:`merge_parts`.
     """
 
     out: Any
@@ -73,7 +73,7 @@ class Factors(NamedTuple):
     amax: Any
 
 
-def merge(
+def merge_parts(
     groups: Sequence[Parts],
     out: Any,
     stats: Any = None,
@@ -101,7 +101,7 @@ def merge(
 
     >>> values = np.array([1.0, 3.0]).reshape(1, 1, 1, 1, 2)
     >>> out, stats = np.empty((1, 1, 1, 1)), np.empty((1, 1, 1))
-    >>> merge([Parts(values, np.zeros((1, 1, 1, 2)))], out, stats)
+    >>> merge_parts([Parts(values, np.zeros((1, 1, 1, 2)))], out, stats)
     >>> print(out.item(), f"{stats.item():.3f}")
     2.0 0.693
     """
@@ -248,8 +248,9 @@ def _is_aligned(array: Any, vector: int) -> bool:
 
 @cuda_kernel
 def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed: bool, weighted: bool) -> str:
-    """Return the kernel of :func:`merge` and :func:`sum_blocks`. ``threadIdx`` is (column, row, slot): a column is a vector of
-    elements along Dv, and the slots of a row share its parts.
+    """Return the kernel of :func:`merge_parts` and :func:`sum_blocks`.
+
+    ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the slots of a row share its parts.
 
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
     the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are

@@ -274,7 +274,7 @@ def at_least_one(copy: Any, lengths: Any) -> None:
     cupy_runtime.array_module(lengths).maximum(lengths, 1, out=copy)
 
 
-def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
+def write_log_sum_exp(top: Any, total: Any, stats: Any) -> None:
     """``stats = top + log(total)``."""
     if not cupy_runtime.is_array(stats):
         with np.errstate(divide="ignore"):

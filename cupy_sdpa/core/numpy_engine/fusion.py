@@ -100,7 +100,7 @@ def exponentials(x: Any, top: Any) -> Any:
     return elementwise(f"{dtype} x, {dtype} m", f"{dtype} y", f"y = exp(x - ({_FINITE}))", "exponentials")(x, top)
 
 
-def normalized(p: Any, total: Any) -> Any:
+def divide_by_sums(p: Any, total: Any) -> Any:
     """Divide p by its row sums l in place, rows without a key by 1."""
     dtype = p.dtype.name
     kernel = elementwise(f"{dtype} x, {dtype} l", f"{dtype} y", "y = x / (l == 0 ? 1 : l)", "normalized")

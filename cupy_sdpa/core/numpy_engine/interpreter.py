@@ -37,7 +37,7 @@ from . import buffers
 from .axes import COLUMNS, ROWS
 from .bands import Masked
 from .buffers import TileMemory
-from .fusion import Fused, exponentials, log_sum_exp, normalized
+from .fusion import Fused, divide_by_sums, exponentials, log_sum_exp
 from .row_check import Checked, RowCheck, checked
 from .steps import Compiler, Compute, steps_of
 from .tiles import Evaluation, Tile
@@ -258,7 +258,7 @@ def _divided(x: Array, total: Array, xp: Any) -> Array:
     All other sums are at least 1.
     """
     if xp is not np:
-        return normalized(x, total)  # type: ignore[no-any-return]
+        return divide_by_sums(x, total)  # type: ignore[no-any-return]
     return np.divide(x, np.maximum(total, 1, out=total), out=x)
 
 

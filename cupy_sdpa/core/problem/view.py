@@ -175,7 +175,7 @@ def device_of(array: Any) -> int | None:
     return array.data.device_id if cupy_runtime.is_array(array) else None
 
 
-def on_host(view: View, array: Any) -> Any:
+def array_of_view(view: View, array: Any) -> Any:
     """Return the part of a numpy array that a view of its storage describes; an array of the other byte order keeps it.
 
     The same for arrays that the interpreter computes with.
@@ -196,7 +196,7 @@ def placed(view: View, array: Any) -> Any:
         return array
     if cupy_runtime.is_array(array):
         return type(array)(view.shape, view.dtype, array.data + view.offset, view.strides)
-    return on_host(view, array)
+    return array_of_view(view, array)
 
 
 class Elements:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..problem.view import View, on_host
+from ..problem.view import View, array_of_view
 from ..runtime import cupy_runtime
 from .steps import ProgramStep, Scalar
 
@@ -82,5 +82,5 @@ class Bindings:
             elif on_gpu:
                 made.append(ndarray(view.shape, view.dtype, array.data + view.offset, view.strides))
             else:
-                made.append(on_host(view, array))
+                made.append(array_of_view(view, array))
         return made

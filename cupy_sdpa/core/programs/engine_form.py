@@ -114,7 +114,7 @@ class EngineForm:
             self._clear_padding()
         if self._problem.max:
             rows = [self._arrays[name] for name in ("max", "sum_exp", "stats")]
-            self._steps.run(ragged.log_sum_exp, *rows, writes=rows[2:])
+            self._steps.run(ragged.write_log_sum_exp, *rows, writes=rows[2:])
         for spec in self._problem.results:
             target, source = self._originals[spec.name], self._arrays[spec.name]
             if target == source:

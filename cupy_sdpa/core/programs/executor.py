@@ -29,7 +29,7 @@ from ..problem import trace
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
-from ..problem.view import View, device_of, on_host
+from ..problem.view import View, array_of_view, device_of
 from ..replay.call_key import HOST, CallKey, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
@@ -155,7 +155,7 @@ class ReadCall:
                 return
             arrays = self.arrays
         for check, views in self.program.checks:
-            check({name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
+            check({name: array_of_view(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
         """Return a function that computes the call on numpy arrays; None unless the call only evaluates one graph."""

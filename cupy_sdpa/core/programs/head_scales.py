@@ -42,7 +42,7 @@ def check_scales(views: Mapping[str, View], computed: str) -> None:
     check_arrays([expected], {"q": views["q"], "scale": scale})
 
 
-def plain(options: ReadOptions) -> ReadOptions:
+def unscaled_options(options: ReadOptions) -> ReadOptions:
     """Return the options of the passes on the product of q and its scale, which were read with the scale 1."""
     return options.without("scale")
 
@@ -73,7 +73,7 @@ def scaled(
             _add_gradient(steps, dscale, arrays["stats"], q, made["dq"])
         steps.run(scale_heads, dq, made["dq"], scale, writes=[dq])
 
-    return made, plain(options), finish
+    return made, unscaled_options(options), finish
 
 
 def _add_gradient(steps: Steps, dscale: View, stats: View, q: View, dq: View) -> None:

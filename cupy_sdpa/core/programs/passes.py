@@ -22,7 +22,7 @@ from ..problem.view import View
 from ..replay.call_key import CallKey
 from .decided_options import split_options
 from .executor import ReadCall, call_of_problem, composed, read_operands
-from .head_scales import check_request, check_scales, is_per_head, plain, scaled
+from .head_scales import check_request, check_scales, is_per_head, scaled, unscaled_options
 from .program import Builder
 
 #: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
@@ -139,7 +139,7 @@ def _results_of(
     ``views`` has q, k and v, and any other arrays that the caller passed; ``flags`` are the call's other arguments.
     """
     q, k, v = (views[name] for name in "qkv")
-    requested, options = flags.pop("return_dscale", False), plain(options)
+    requested, options = flags.pop("return_dscale", False), unscaled_options(options)
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
     if layer_option is not None:
         shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
@@ -211,7 +211,7 @@ def add(
     backward |= of_stats
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
     given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
-    own, finish = rounded(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
+    own, finish = in_dtype(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
     equal = needs_equal(options, of_layer=layer_option is not None, deterministic=deterministic, **outputs)
     outputs.pop("return_dscale", None)
     own, options, unscale = scaled(builder, own, options, views.get("dscale"))
@@ -233,7 +233,7 @@ def add(
     finish()
 
 
-def rounded(
+def in_dtype(
     builder: Builder,
     arrays: Mapping[str, View | None],
     dtype: str | None,

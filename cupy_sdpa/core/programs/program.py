@@ -136,7 +136,7 @@ class Builder(Steps):
         self.call(name, read_backward(q, k, v, options, **others))
 
     def attend_to_parts(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> list[Parts]:
-        """Attention whose results are merged with others (:func:`.merge.merge`); ``others`` as for :meth:`attend`."""
+        """Attention whose results are merged with others (:func:`.merge_parts`); ``others`` as for :meth:`attend`."""
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
     def call(self, name: str, call: BoundProblem) -> None:

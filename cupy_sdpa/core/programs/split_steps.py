@@ -83,7 +83,7 @@ def merge_parts(steps: Steps, problem: Problem, parts: Sequence[merge.Parts], ar
     lengths = _without_gaps(steps, arrays["seq_lens_q"])
     writes = [arrays[spec.name] for spec in problem.results]
     out, stats, sinks = (arrays.get(name) for name in ("out", "stats", "sinks"))
-    steps.run(merge.merge, list(parts), out, stats, sinks, lengths, factors, writes=writes)
+    steps.run(merge.merge_parts, list(parts), out, stats, sinks, lengths, factors, writes=writes)
 
 
 def _without_gaps(steps: Steps, x: View) -> View:

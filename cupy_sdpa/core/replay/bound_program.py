@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..boundary.argument import check_separate, tensor_name
-from ..problem.view import View, on_host, placed
+from ..problem.view import View, array_of_view, placed
 
 #: A program and its arrays. :class:`.core.programs.executor.ReadCall` is in a layer above.
 Repeatable = Any
@@ -124,7 +124,7 @@ class HostProgram(BoundProgram):
             call.on(by_name).run()
         else:
             for name, view in self._permuted:
-                by_name[name] = on_host(view, by_name[name])
+                by_name[name] = array_of_view(view, by_name[name])
             self._evaluate(by_name)
         results = []
         for position in self.returned:

@@ -94,7 +94,7 @@ def on_host(array: Any) -> Any:
     return array.array.get(order="F" if array.flags.f_contiguous else "C") if type(array) is InterpretedArray else array
 
 
-def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+def as_strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """Return a view of a numpy or interpreted array's memory, from its first element; strides in bytes."""
     if type(array) is InterpretedArray:
         return InterpretedArray(cupy().ndarray(shape, array.dtype, array.array.data, strides))

@@ -53,7 +53,7 @@ def common_rows(target: Any, source: Any) -> tuple[Rows, Rows] | None:
     return None
 
 
-def copy(target: Any, source: Any) -> None:
+def copy_by_rows(target: Any, source: Any) -> None:
     """Copy an array into another one of the same shape; CuPy's at memory speed if they have :func:`common_rows`."""
     rows = common_rows(target, source) if is_array(target) else None
     if rows:

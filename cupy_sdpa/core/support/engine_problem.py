@@ -17,7 +17,7 @@ from ..problem.split import split_of, split_problem, with_whole_tiles
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dense_spec
 from ..problem.varlen import round_up_totals
-from .padding import has_padding, masked_inputs, obstacle
+from .padding import copy_reason, has_padding, masked_inputs
 
 if TYPE_CHECKING:
     from ..problem.slices import Slice
@@ -41,7 +41,7 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
         problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
     if not on_gpu:
         return problem
-    if has_padding(problem) and not obstacle(problem):
+    if has_padding(problem) and not copy_reason(problem):
         problem = replace(problem, settings=problem.settings._replace(padded=True))
     specs: dict[str, Any] = {}
     for name in masked_inputs(problem):
@@ -85,9 +85,9 @@ def slices_of(problem: Problem, on_gpu: bool) -> tuple[Slice, ...]:
     is_too_large = "slices" in staging_guards_of(problem, on_gpu)
     if not is_too_large and (problem.bias is None or problem.bias.shape[3] == 1):
         return ()
-    from ..problem.slices import bias_slices, slices
+    from ..problem.slices import bias_slices, gradient_slices
 
-    return bias_slices(problem) or (slices(problem) if is_too_large else ())
+    return bias_slices(problem) or (gradient_slices(problem) if is_too_large else ())
 
 
 def launched_problems(problem: Problem) -> tuple[Problem, ...]:

@@ -18,7 +18,7 @@ def has_padding(problem: Problem) -> bool:
     return problem.seq_lens_q is not None and not problem.paged and not problem.packed
 
 
-def obstacle(problem: Problem) -> str:
+def copy_reason(problem: Problem) -> str:
     """Return why arrays of a batch with lengths are copied; empty if they are not."""
     d, dv, _, _, sq, _, _ = problem.sizes
     settings, backward = problem.settings, problem.backward
@@ -71,5 +71,5 @@ def description(problem: Problem) -> str:
         return ""
     if problem.settings.padded:
         return "not read"
-    reason = obstacle(problem)
+    reason = copy_reason(problem)
     return f"zeros in a copy of {', '.join(masked_inputs(problem))}{f' ({reason})' if reason else ''}"

@@ -61,10 +61,10 @@ def describe(name: str) -> str:
     return text
 
 
-def capability(name: str) -> int:
+def capability_of(name: str) -> int:
     """Return the compute capability of a described GPU; 9.0 is 90.
 
-    >>> capability("h200"), capability("rtx5090")
+    >>> capability_of("h200"), capability("rtx5090")
     (90, 120)
     """
     return int(json.loads(describe(name))["deviceVer"]) // 10
