@@ -64,7 +64,7 @@ def describe(name: str) -> str:
 def capability_of(name: str) -> int:
     """Return the compute capability of a described GPU; 9.0 is 90.
 
-    >>> capability_of("h200"), capability("rtx5090")
+    >>> capability_of("h200"), capability_of("rtx5090")
     (90, 120)
     """
     return int(json.loads(describe(name))["deviceVer"]) // 10
