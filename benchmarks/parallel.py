@@ -1,18 +1,24 @@
 """Attention over several GPUs: time, hidden transfers, memory, exactness.
 
     python -m benchmarks parallel [results.csv] [--members N] [--cpu] [--only NAME ...] [--methods METHOD ...]
+    torchrun --nproc-per-node N -m benchmarks parallel --pytorch [results.csv] [--only NAME ...] [--methods METHOD ...]
 
 Each GPU has its own process if torchrun, mpirun or srun started them; otherwise the members are threads of this process. With
 fewer GPUs than members, they are threads on one GPU, and transfers are then copies on it. The ideal time is one GPU's time for
 the whole problem, divided by the number of GPUs. ``calls_ms`` is the time without transfers (on the CPU, where none is hidden,
 the rest of the time), ``transfers_ms`` the time of the same transfers alone; the hidden fraction is 1 - (total - calls) /
 transfers. Of several processes, rank 0 prints and writes.
+
+With ``--pytorch``, the processes of torchrun also measure PyTorch's context parallelism on the same problems, with the same
+barriers, calls and rounds: the rows with the method ``PyTorch``. ``of_pytorch`` is then our time divided by PyTorch's, and
+``message`` says how PyTorch ran, or why it did not.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +46,10 @@ CALLS_LENGTH = 16384
 #: The bytes of the transfers with which the bandwidth of a link is measured.
 LINK_BYTES = 1 << 28
 PASSES = ("forward", "backward")
+COLUMNS = (
+    "kind", "problem", "members", "gpus", "method", "pass", "one_gpu_ms", "ideal_ms", "total_ms", "of_ideal", "of_pytorch",
+    "calls_ms", "transfers_ms", "hidden", "sent_mib", "memory_mib", "error", "link_gbs", "message",
+)  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -221,11 +231,55 @@ def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[
     return found
 
 
-def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link: float) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a problem."""
+class Peer(NamedTuple):
+    """What PyTorch's context parallelism measured.
+
+    Attributes:
+        ms: the milliseconds of each pass and of both; empty if it did not run.
+        message: how it ran, or why it did not.
+        error: the largest difference of its output from one GPU's, relative to the largest magnitude.
+    """
+
+    ms: Mapping[str, float]
+    message: str
+    error: float = 0.0
+
+
+#: Measures a problem with PyTorch, from the output on one GPU.
+MeasurePeer = Callable[[Engine, Problem, Any], Peer]
+
+
+def peer_rows(one: Mapping[str, float], gpus: int, peer: Peer) -> Iterator[dict[str, Any]]:
+    """Yield PyTorch's rows, one with the message if it did not run."""
+    common = {"method": "PyTorch", "message": peer.message}
+    if not peer.ms:
+        yield common | {"pass": ""}
+    for name, ms in peer.ms.items():
+        ideal = (sum(one.values()) if name == "both" else one[name]) / gpus
+        error = f"{peer.error:.2e}" if name == "forward" else ""
+        times = {"ideal_ms": round(ideal, 3), "total_ms": round(ms, 3), "of_ideal": round(ideal / ms, 3)}
+        yield common | times | {"pass": name, "error": error}
+
+
+def measured_rows(
+    engine: Engine, problem: Problem, methods: Sequence[str], link: float, measure_peer: MeasurePeer | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a problem, all with the same columns."""
     one, expected = one_device(engine, problem)
+    peer = measure_peer(engine, problem, expected[0]) if measure_peer else None
+    common = {"kind": "measured", "problem": problem.name, "members": engine.members, "gpus": engine.gpus}
+    rows = method_rows(engine, problem, methods, link, one, expected)
+    for row in itertools.chain(peer_rows(one, max(engine.gpus, 1), peer) if peer else (), rows):
+        if peer and row["method"] != "PyTorch" and row["pass"] in peer.ms:
+            row["of_pytorch"] = round(row["total_ms"] / peer.ms[row["pass"]], 3)
+        yield dict.fromkeys(COLUMNS, "") | common | row
+
+
+def method_rows(
+    engine: Engine, problem: Problem, methods: Sequence[str], link: float, one: Mapping[str, float], expected: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of our methods, from the milliseconds and the results of one device."""
     gpus = max(engine.gpus, 1)
-    common = {"problem": problem.name, "members": engine.members, "gpus": engine.gpus}
     for method in methods:
         try:
             members = engine.run(functools.partial(member_row, engine, problem, method))
@@ -241,7 +295,7 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
             difference = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in compared)
             spent += total
             yield {
-                "kind": "measured", **common, "method": method, "pass": name, "one_gpu_ms": round(one[name], 3),
+                "method": method, "pass": name, "one_gpu_ms": round(one[name], 3),
                 "ideal_ms": round(one[name] / gpus, 3), "total_ms": round(total, 3),
                 "of_ideal": round(one[name] / gpus / total, 3),
                 "calls_ms": round(calls, 3), "transfers_ms": round(transfers, 3), "hidden": round(hidden, 3),
@@ -250,8 +304,8 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
             }  # fmt: skip
         ideal = sum(one.values()) / gpus
         yield {
-            "kind": "measured", **common, "method": method, "pass": "both", "ideal_ms": round(ideal, 3),
-            "total_ms": round(spent, 3), "of_ideal": round(ideal / spent, 3),
+            "method": method, "pass": "both", "ideal_ms": round(ideal, 3), "total_ms": round(spent, 3),
+            "of_ideal": round(ideal / spent, 3),
         }  # fmt: skip
 
 
@@ -289,6 +343,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not chosen:
         names = "; ".join(x.name for x in known)
         raise CommandError(f"no name of a problem contains {' or '.join(map(repr, given.only))}; the names are {names}")
+    peer = load_peer(on_gpu=not given.cpu) if given.pytorch else None
     count = 0 if given.cpu else int(cupy_runtime.cupy().cuda.runtime.getDeviceCount())
     members = given.members or max(count, 2)
     engine = Engine(members, members if count >= members else min(count, 1))
@@ -297,9 +352,25 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         engine = Engine(group.size, group.size, group)
     link = link_bandwidth(engine)
     for problem in chosen:
-        for row in measured_rows(engine, problem, given.methods, link):
+        for row in measured_rows(engine, problem, given.methods, link, peer):
             if engine.group is None or engine.group.rank == 0:
                 yield row
+
+
+def load_peer(*, on_gpu: bool) -> MeasurePeer:
+    """Return the function that measures PyTorch's context parallelism. Call this before a call of attention loads our cuDNN.
+
+    Raises:
+        CommandError: torchrun did not start this process, it uses no GPU, or PyTorch is not installed.
+    """
+    if not on_gpu or not _is_launched() or environment().launcher != "torchrun":
+        start = "torchrun --nproc-per-node N -m benchmarks parallel --pytorch"
+        raise CommandError(f"--pytorch needs one process for each GPU, started by torchrun: {start}")
+    try:
+        from .parallel_pytorch import measure
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--pytorch needs {error.name}, which is not installed") from error
+    return measure
 
 
 def _is_launched() -> bool:
@@ -318,6 +389,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
+    parser.add_argument("--pytorch", action="store_true", help="also measure PyTorch's context parallelism; needs torchrun")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="only these methods")
 
 

@@ -92,6 +92,34 @@ def test_the_pictures_of_groups_are_those_of_the_layouts():
         assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python tools/parallel_pictures.py"
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_benchmark_beside_pytorch(runs):
+    """PyTorch's rows come first, our rows have the ratio of the times; without a time there is one row with the reason."""
+    problem = parallel_benchmark.Problem("full", 4, 2, 2, 8, {}, "float32")
+    seen = []
+
+    def measure(engine, of, expected):
+        seen.append((engine.members, of, expected.shape))
+        return parallel_benchmark.Peer({"forward": 1.0, "backward": 4.0, "both": 5.0} if runs else {}, "a message", 1e-3)
+
+    found = list(parallel_benchmark.measured_rows(parallel_benchmark.Engine(2, 0), problem, ["all_gather"], 0.0, measure))
+    assert seen == [(2, problem, (8, 2, 8, 1))]
+    passes = ["forward", "backward", "both"]
+    theirs, ours = ([row for row in found if (row["method"] == "PyTorch") == is_peer] for is_peer in (True, False))
+    assert [row["pass"] for row in found] == [*(passes if runs else [""]), *passes]
+    assert all([*row] == [*parallel_benchmark.COLUMNS] for row in found)
+    assert all((row["message"], row["of_pytorch"]) == ("a message", "") for row in theirs)
+    assert [row["error"] for row in theirs] == (["1.00e-03", "", ""] if runs else [""])
+    for row, ms in zip(ours, (1.0, 4.0, 5.0), strict=True):
+        assert row["of_pytorch"] == (round(row["total_ms"] / ms, 3) if runs else "")
+
+
+def test_the_benchmark_needs_torchrun_for_pytorch(capsys):
+    """Otherwise the error has the command."""
+    assert benchmarks(["parallel", "--cpu", "--pytorch"]) == 2
+    assert "torchrun --nproc-per-node N -m benchmarks parallel --pytorch" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_benchmark_measures_a_small_group(monkeypatch, tmp_path):
     """The rows of the benchmark have the columns, and the group's results equal one device's."""
