@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+import os
 import random
 import re
 from dataclasses import replace
@@ -12,11 +13,25 @@ import pytest
 from command_line import run as run_command
 from tiers import missing
 
-from benchmarks import compare, cpu, device, figures, first_use, presets, runner, table, tables, timing
+from benchmarks import (
+    cold_start,
+    compare,
+    cpu,
+    device,
+    figures,
+    first_use,
+    host_trees,
+    presets,
+    runner,
+    table,
+    tables,
+    timing,
+)
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.contenders import contender, registry
 from benchmarks.presets import PRESETS, Preset
 
+METHODS = ("ring", "all_gather", "all_to_all")
 pytestmark = pytest.mark.usefixtures("folder")
 run = functools.partial(run_command, main=main)
 with_gpu = pytest.mark.skipif(not missing("gpu"), reason="this machine has a GPU")
@@ -276,17 +291,56 @@ def test_wrong_command_lines(command, folder):
 WITH_GPU = {"saved": "--problems problems.jsonl", "fp8": "--decode", "host_trees": "--before ."}
 
 
+TREE = runner.__file__.rpartition("/benchmarks")[0]
+
+
 def test_another_tree(folder):
     """The host times of a tree and of itself; a folder that is no tree is named."""
-    done = run(f"host_trees x.csv --cpu --rounds 1 --before {runner.__file__.rpartition('/benchmarks')[0]}")
-    assert [row["call"] for row in tables.read(str(folder / "x.csv"))][::10] == ["plain", "vjp"], done.err
+    done = run(f"host_trees x.csv --cpu --pairs 1 --rounds 1 --before {TREE}")
+    rows = tables.read(str(folder / "x.csv"))
+    assert [row["call"] for row in rows][::10] == ["plain", "vjp"], done.err
+    assert rows[-1]["call"] == "mix"
+    assert all(row["spread"] == "{0:.2f}-{0:.2f}".format(float(row["us"]) / float(row["before_us"])) for row in rows), rows
     assert "is no tree of this repository" in run("host_trees --cpu --before .").complaint
+
+
+def test_members_of_another_tree(folder):
+    """A member's calls with each method, in both passes."""
+    done = run(f"host_trees x.csv --cpu --members --pairs 1 --rounds 1 --before {TREE}")
+    names = [row["call"] for row in tables.read(str(folder / "x.csv"))]
+    assert names == [f"{method}_{way}" for method in METHODS for way in ("forward", "backward")], done.err
+
+
+def test_pairs_of_processes():
+    """The ratio is the median over all rounds of all pairs; the spread is that of the pairs' medians."""
+    pairs = [[[10.0, 10.0, 10.0], [10.0, 11.0, 90.0]], [[10.0, 10.0, 20.0], [8.0, 9.0, 20.0]], [[8.0], [10.0]]]
+    expected = {"call": "plain", "before_us": 8.0, "us": 8.0, "ratio": 1.0, "spread": "0.90-1.25"}
+    assert host_trees.summary("plain", pairs) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no sched_getaffinity")
+def test_the_core_of_the_processes():
+    """The core is the chosen one, otherwise one of the allowed ones; a core that is not allowed is an error."""
+    allowed = os.sched_getaffinity(0)
+    assert {*host_trees.cores(None)} == allowed
+    assert {host_trees.cores(core)[0] for core in allowed} == allowed
+    assert "--core 99999 is not one of the cores" in run(f"host_trees --cpu --core 99999 --before {TREE}").complaint
+
+
+def test_cold_start(folder):
+    """The times of a new process, which are longer than their parts; every program is valid."""
+    done = run("cold_start x.csv --cpu --runs 1")
+    ours, *_ = tables.read(str(folder / "x.csv"))
+    assert (done.status, ours["library"]) == (0, f"numpy {np.__version__}"), done.err
+    whole, *parts = (float(ours[column]) for column in cold_start.COLUMNS)
+    assert whole > sum(parts) > min(parts) > 0
+    for blanks in (*cold_start.CONTENDERS.values(), *cold_start.CPU_CONTENDERS.values()):
+        compile(cold_start.PROGRAM.format(**blanks), "program", "exec")
 
 
 def test_first_use(folder):
     """A first call on numpy arrays loads no kernel, no table of cuDNN, and no layer; docs/design.md says what it loads."""
-    tree = runner.__file__.rpartition("/benchmarks")[0]
-    done = run(f"first_use x.csv --runs 1 --before {tree}")
+    done = run(f"first_use x.csv --runs 1 --before {TREE}")
     rows = tables.read(str(folder / "x.csv"))
     assert [row["tree"] for row in rows] == ["before", "now"], done.err
     assert all(int(row["modules"]) <= 83 and int(row["lines"]) <= 14_200 for row in rows), rows
