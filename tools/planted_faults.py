@@ -70,7 +70,7 @@ TESTS = {
     "cupy_sdpa/kv_cache/rope_kernel.py": ("kv_cache",),
     "cupy_sdpa/kv_cache/shared_prefix_kernel.py": ("kv_cache",),
     "cupy_sdpa/kv_cache/tree_kernel.py": ("kv_cache",),
-    "cupy_sdpa/kv_cache": ("kv_cache", "fp8"),
+    "cupy_sdpa/kv_cache": ("kv_cache", "fp8", "boundary"),
     "cupy_sdpa/layout.py": ("boundary",),
     "cupy_sdpa/nnlib": ("boundary",),
     "cupy_sdpa/core/numpy_engine": ("graph", "attention"),
@@ -78,7 +78,7 @@ TESTS = {
     "cupy_sdpa/core/numpy_engine/tiles.py": ("graph", "programs"),
     "cupy_sdpa/offline": ("plans",),
     "cupy_sdpa/core/options": ("boundary", "attention"),
-    "cupy_sdpa/parallel": ("parallel",),
+    "cupy_sdpa/parallel": ("parallel", "replay"),
     "cupy_sdpa/core/problem": ("problem", "kv_cache", "attention"),
     "cupy_sdpa/offline/problem_file.py": ("check",),
     "cupy_sdpa/core/problem/slices.py": ("attention",),
@@ -90,7 +90,7 @@ TESTS = {
     "cupy_sdpa/kv_cache/rope.py": ("kv_cache",),
     "cupy_sdpa/core/runtime": ("kernels", "replay", "attention"),
     "cupy_sdpa/core/runtime/cupy_runtime.py": ("kernels", "kv_cache", "attention"),
-    "cupy_sdpa/core/score_fn": ("score_fn",),
+    "cupy_sdpa/core/score_fn": ("score_fn", "boundary"),
     "cupy_sdpa/core/score_fn/modes.py": ("graph", "score_fn"),
     "cupy_sdpa/kv_cache/sequences.py": ("kv_cache",),
     "cupy_sdpa/store.py": ("plans", "check"),
@@ -140,7 +140,10 @@ class Fault(NamedTuple):
         if self.numeric:
             return CHECK
         folder = max((name for name in TESTS if f"{self.file}/".startswith(f"{name}/")), key=len)
-        return f"python -m pytest -q -x {' '.join(f'tests/{name}' for name in TESTS[folder])}"
+        tests = [f"tests/{name}" for name in TESTS[folder]]
+        if self.file.startswith("cupy_sdpa/") and self.file.endswith(".py"):
+            tests.append(self.file)  # its doctests
+        return f"python -m pytest -q -x {' '.join(tests)}"
 
 
 def read_faults() -> list[Fault]:

@@ -1,5 +1,7 @@
 """The weights summed over the queries for every key, and their entropy for every query: random problems, and plans."""
 
+import gc
+
 import numpy as np
 import pytest
 from engines import numbers, one_in
@@ -21,6 +23,24 @@ def test_queries_whose_scores_are_minus_infinity(engine):
     table = engine.put(np.where(np.arange(9) % 3 == 0, -np.inf, 0).astype(np.float32))
     sums = weight_sums(q, k, score_mod=lambda s, b, h, i, j, t: s + t[i], tensors={"t": table})
     np.testing.assert_allclose(engine.get(sums).sum(axis=0), 6, rtol=1e-5)
+
+
+def test_a_function_of_the_head(engine):
+    """The query heads of a group are summed one after the other; a repeated call still has their numbers."""
+    q, k = engine.normal(0, 16, 4, 9, 2), engine.normal(1, 16, 2, 13, 2)
+    wide_q, wide_k = (x.astype(np.float64) for x in engine.get((q, k)))
+    scores = np.einsum("dhib,dhjb->hijb", wide_q, np.repeat(wide_k, 2, axis=1)) / 4
+    scores += np.arange(4)[:, None, None, None] * (np.arange(13) % 3)[None, None, :, None]
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    expected = (weights / weights.sum(axis=2, keepdims=True)).sum(axis=1).transpose(1, 0, 2)
+
+    def score_mod(s, b, h, i, j):
+        return s + h * (j % 3)
+
+    for _ in range(4):
+        found = engine.get(weight_sums(q, k, score_mod=score_mod))
+        np.testing.assert_allclose(found, expected, rtol=20 * engine.tolerance)
+        gc.collect()
 
 
 @pytest.mark.parametrize("heads", [2, 4])

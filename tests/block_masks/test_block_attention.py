@@ -1,5 +1,6 @@
 """Attention with a block mask, its gradients and its derivatives: random problems, and what only some masks do."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from engines import every_engine, numbers, on_cudnn
@@ -122,6 +123,15 @@ def test_blocks_that_are_not_listed_are_not_read(kind, engine):
         x[:, :, unread] = np.nan
     for x, y in zip(engine.get(both_passes(arrays, block_mask=mask)), expected, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_in_bfloat16(name, engine):
+    """Parts whose gradients are added have the dtype of the arrays."""
+    arrays, mask = arrays_of(engine, dtype=ml_dtypes.bfloat16), MASKS[name]()
+    wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
+    for x, y in zip(engine.get(both_passes(arrays, block_mask=mask)), both_passes(wide, mask=mask.to_dense()), strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y, atol=0.04 * max(1, abs(y).max()))
 
 
 @pytest.mark.parametrize("case", ["very low scores", "very low scores of pairs", "nested slices"])

@@ -278,3 +278,9 @@ def test_trees_of_some_tokens(engine):
     alone = attention(q[:, :, :2], **cache.view() | {"seq_lens_q": None, "max_seqlen_q": None}, causal="bottom_right")
     np.testing.assert_allclose(out[:, :, :2, 1], engine.get(alone)[..., 1], atol=2 * engine.tolerance)
     assert not out[:, :, 2:, 1].any()
+
+
+def test_the_default_dtype(engine):
+    """Numpy has no bfloat16 of its own, so the default is float32 there."""
+    cache = KVCache(16, 2, **SHAPE, numpy=not engine.on_cudnn)
+    assert cache.dtype == cache.keys(0).dtype == ("bfloat16" if engine.on_cudnn else "float32")

@@ -248,10 +248,17 @@ def test_configurations_are_compared_once(options, changed):
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("engine", ["numpy", pytest.param("fake", marks=SLOW), pytest.param("cupy", marks=GPU)], indirect=True)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("changed", [{"causal": "bottom_right"}, {"causal": True, "scale": 0.3}], ids=["causal", "scale"])
-def test_known_calls_that_differ_raise_on_every_member(engine, changed, method):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param(({"causal": True}, {"causal": "bottom_right"}), id="causal"),
+        pytest.param(({"causal": True}, {"causal": True, "scale": 0.3}), id="scale"),
+        pytest.param(({"scale": 0.0}, {"scale": -0.0}), id="zeros of both signs"),
+    ],
+)
+def test_known_calls_that_differ_raise_on_every_member(engine, calls, method):
     """Calls that every member has made before, made at the same time: the results would be wrong without an error."""
-    calls, caught, together = ({"causal": True}, changed), [], threading.Barrier(3)
+    caught, together = [], threading.Barrier(3)
 
     def call(cp, x, options, count=1):
         for _ in range(count):

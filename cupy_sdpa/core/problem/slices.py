@@ -66,7 +66,7 @@ def bias_slices(problem: Problem) -> tuple[Slice, ...]:
     return tuple(Slice(range(hkv), range(first, first + items)) for first in range(0, batch, items))
 
 
-def gradient_slices(problem: Problem) -> tuple[Slice, ...]:
+def slices_of_gradients(problem: Problem) -> tuple[Slice, ...]:
     """Return the slices of gradients that are too large for one launch; empty if not too large, or too large to slice."""
     _, dv, hq, hkv, sq, _, batch = problem.sizes
     rows = problem.out.shape[2] if problem.packed else sq

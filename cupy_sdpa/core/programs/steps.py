@@ -247,8 +247,8 @@ def fill(target: Any, value: float) -> None:
 
 
 def add(target: Any, source: Any) -> None:
-    """Add an array to another one, which may be a CuPy array of bfloat16."""
-    if source.dtype.name == "bfloat16" and cupy_runtime.is_array(source):
+    """Add an array to another one; on the GPU a kernel of its own adds bfloat16 to float32."""
+    if source.dtype.name == "bfloat16" and target.dtype == np.float32 and cupy_runtime.is_array(source):
         operation = "y += __uint_as_float((unsigned)x << 16)"
         cupy_runtime.elementwise("uint16 x", "float32 y", operation, "add_bfloat16")(source.view(np.uint16).T, target.T)
         return

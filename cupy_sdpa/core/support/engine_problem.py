@@ -85,9 +85,9 @@ def slices_of(problem: Problem, on_gpu: bool) -> tuple[Slice, ...]:
     is_too_large = "slices" in staging_guards_of(problem, on_gpu)
     if not is_too_large and (problem.bias is None or problem.bias.shape[3] == 1):
         return ()
-    from ..problem.slices import bias_slices, gradient_slices
+    from ..problem.slices import bias_slices, slices_of_gradients
 
-    return bias_slices(problem) or (gradient_slices(problem) if is_too_large else ())
+    return bias_slices(problem) or (slices_of_gradients(problem) if is_too_large else ())
 
 
 def launched_problems(problem: Problem) -> tuple[Problem, ...]:

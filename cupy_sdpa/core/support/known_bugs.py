@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from ..errors import Unsupported
 from ..options.table import OF_DIAGONAL
 from ..problem.problem import Problem, writes_dq_directly
-from ..problem.slices import gradient_slices, is_too_large
+from ..problem.slices import is_too_large, slices_of_gradients
 from ..problem.split import obstacle
 from ..version import version_text
 from .rules import ALL_GPUS, BLACKWELL, FRONTEND, HOPPER, PYTORCH
@@ -310,7 +310,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="backward-large",
-        condition=lambda p: is_too_large(p) and bool(gradient_slices(p)),
+        condition=lambda p: is_too_large(p) and bool(slices_of_gradients(p)),
         when="gradients where out or dout reaches beyond 2^31 elements",
         effect="wrong dq and dk (measured with 9.19.0; 9.28.0 is right)",
         guards=frozenset({"slices"}),
@@ -318,7 +318,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="backward-large-group",
         last=92700,
-        condition=lambda p: is_too_large(p) and not gradient_slices(p),
+        condition=lambda p: is_too_large(p) and not slices_of_gradients(p),
         when="gradients where out or dout reaches beyond 2^31 elements within the query heads of one key/value head, or in "
         "packed sequences with dropout",
         effect="wrong dq and dk",
