@@ -10,7 +10,7 @@ import functools
 from ..problem.arrays import has_score_axes
 from ..problem.problem import Problem
 from .attention_forward import WeightDropout, compute_dtype
-from .nodes import SCORE_GRADIENT, WEIGHTS, Graph, GraphBuilder, Tensor
+from .nodes import SCORE_GRADIENT, SUBTRACTED, WEIGHTS, Graph, GraphBuilder, Tensor
 from .operands import HEAD_AXES, SCORE_AXES, STATS_AXES, TRANSPOSED_AXES, GraphOperands, operand
 from .scores import ScoreFunction, Scores, partial_tiles
 
@@ -65,7 +65,7 @@ class _Backward:
         if self.problem.dsinks:
             self._write_dsinks(rows)
         keep = g.scalar("1−p", g.compute_dtype, value=1 - self.problem.settings.dropout)
-        d = self.operands.scratch("D", "q", shape, g.compute_dtype) if self.problem.packed else "D"
+        d = self.operands.scratch(SUBTRACTED, "q", shape, g.compute_dtype) if self.problem.packed else SUBTRACTED
         return g.pointwise("D = (1 − p) · Σ dO ∘ O", "mul", rows, keep, out=d)
 
     def _write_dsinks(self, rows: Tensor) -> None:

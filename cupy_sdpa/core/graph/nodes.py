@@ -61,9 +61,9 @@ class Tensor:
         return self.name
 
 
-#: The tags of tensors that checks and rules look for: the weights, and the gradient of the scores before the softmax. A tag is
-#: the name of the tensor in every graph that has it.
-WEIGHTS, SCORE_GRADIENT = "P", "P∘(dP−D)"
+#: The tags of tensors that checks and rules look for: the weights, the gradient of the scores before the softmax, and what it
+#: subtracts. A tag is the name of the tensor in every graph that has it.
+WEIGHTS, SCORE_GRADIENT, SUBTRACTED = "P", "P∘(dP−D)", "D"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..graph.nodes import SCORE_GRADIENT, WEIGHTS, Graph, Node, Tensor
+from ..graph.nodes import SCORE_GRADIENT, SUBTRACTED, WEIGHTS, Graph, Node, Tensor
 from . import buffers
 from .tiles import Tile, analyze
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checked(Node):
-    """``out = x`` after a check of its rows: x is P, or dS with ``dout`` and the forward pass's ``result``."""
+    """``out = x`` after a check of its rows: x is P, or dS with ``dout``, the forward pass's ``result`` and D."""
 
     x: Tensor
     dout: Tensor | None = None
     result: Tensor | None = None
-    operands = ("x", "dout", "result")
+    d: Tensor | None = None
+    operands = ("x", "dout", "result", "d")
 
 
 class RowCheck:
@@ -62,12 +63,14 @@ class RowCheck:
 
     def after(self, nodes: Sequence[Node]) -> Iterator[Node]:
         """Yield the nodes, and the checks after the nodes that compute P and dS."""
+        by_name = {node.out.name: node.out for node in nodes}
         for node in nodes:
             yield node
             if node.out.name == WEIGHTS:
                 yield Checked("check the rows of P", node.out, node.out)
             elif node.out.name == SCORE_GRADIENT and self.whole:
-                yield Checked("check the rows of dS", node.out, node.out, self.tensors["dout"], self.tensors["out"])
+                dout, out = self.tensors["dout"], self.tensors["out"]
+                yield Checked("check the rows of dS", node.out, node.out, dout, out, by_name[SUBTRACTED])
 
     def check_stats(self, tile: Tile, p: Array) -> None:
         """Check the row sums of P, first with the part of the tolerance that is the same for all rows."""
@@ -94,9 +97,9 @@ class RowCheck:
         products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), -1) * self.largest(tile, "k")
         return _UNIT * (8 * size + tile.all_columns + 2 * (self.tensors["q"].shape[3] + 8) * products)  # type: ignore[no-any-return]
 
-    def check_out(self, tile: Tile, ds: Array, dout: Array, out: Array) -> None:
+    def check_out(self, tile: Tile, ds: Array, dout: Array, out: Array, subtracted: Array) -> None:
         """Check the row sums of dS, first without the parts of the tolerance that depend on the scores and on out."""
-        subtracted = d = self.keep * _row_products(dout, out)
+        subtracted = d = subtracted[..., 0]
         if self.appended:
             own = slice(dout.shape[-1] - self.appended)
             d = self.keep * _row_products(dout[..., own], out[..., own])
