@@ -106,6 +106,34 @@ def test_tiles_do_not_change_results(options, tile):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12 if a.dtype == np.float64 else 1e-6)
 
 
+@pytest.mark.parametrize("tile", [200, 1 << 20], indirect=True)
+def test_keys_that_a_mask_function_hides_are_not_computed(tile):
+    """In both passes, a tile has only the keys that a comparison with a number leaves, so NaN elsewhere changes nothing. Another
+    number leaves other keys.
+    """
+    rng = np.random.default_rng(0)
+    q, k, v = (np.asfortranarray(rng.standard_normal((16, h, n, 2))) for h, n in ((4, 33), (2, 40), (2, 40)))
+    for number in (20, 31, 6):
+        for first, last in ((0, number), (number, 40)):
+            hidden = [x.copy(order="F") for x in (k, v)]
+            for x in hidden:
+                x[:, :, :first] = x[:, :, last:] = np.nan
+
+            def mask(b, h, i, j):
+                return j < number if last < 40 else j >= number  # noqa: B023
+
+            out, pullback = attention_vjp(q, *hidden, mask_mod=mask)
+            wanted, expected = attention_vjp(q, *(x[:, :, first:last] for x in (k, v)))
+            dq, dk, dv = expected(q)
+            gradients = pullback(q)
+            np.testing.assert_allclose(out, wanted, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(gradients[0], dq, rtol=1e-12, atol=1e-12)
+            for x, y in zip(gradients[1:], (dk, dv), strict=True):
+                np.testing.assert_allclose(x[:, :, first:last], y, rtol=1e-12, atol=1e-12)
+                assert not x[:, :, :first].any()
+                assert not x[:, :, last:].any()
+
+
 @pytest.mark.parametrize(("elements", "count"), [(64, 0), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in (1, 64, 1000))])
 def test_tiles_of_a_gpu(elements, count, fake, monkeypatch):
     """Random problems in tiles of few queries: positions go on in the next tile, and gradients of keys are sums over tiles."""

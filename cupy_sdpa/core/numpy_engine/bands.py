@@ -16,24 +16,27 @@ from .axes import COLUMNS, ROWS, MatrixAxes
 
 
 class Linear(NamedTuple):
-    """The sum ``row i + column j + number + sum(lengths)`` for positions i and j; each length has a name and a factor."""
+    """The sum ``row i + column j + number + sum(variables)`` for positions i and j.
+
+    A variable has a name and a factor: it is a batch item's length or a number of the caller's function, which the graph lacks.
+    """
 
     row: int
     column: int
     number: int
-    lengths: tuple[tuple[str, int], ...] = ()
+    variables: tuple[tuple[str, int], ...] = ()
 
     def plus(self, other: Linear, sign: int = 1) -> Linear:
         """Return the sum, or the difference if ``sign`` is -1."""
-        lengths = dict(self.lengths)
-        for name, times in other.lengths:
-            lengths[name] = lengths.get(name, 0) + sign * times
-        rest = tuple((name, times) for name, times in lengths.items() if times)
+        variables = dict(self.variables)
+        for name, times in other.variables:
+            variables[name] = variables.get(name, 0) + sign * times
+        rest = tuple((name, times) for name, times in variables.items() if times)
         return Linear(self.row + sign * other.row, self.column + sign * other.column, self.number + sign * other.number, rest)
 
 
 class Bound(NamedTuple):
-    """The condition ``row i + column j <= most``, with coefficients -1, 0 or 1; the lengths are part of ``most``."""
+    """The condition ``row i + column j <= most``, with coefficients -1, 0 or 1; the variables are part of ``most``."""
 
     row: int
     column: int
@@ -114,14 +117,16 @@ class Bands:
         return conditions
 
     def _positions(self, tensor: Tensor) -> Linear | None:
-        """Return a tensor's value as a sum of positions and lengths; None if it is not such a sum."""
+        """Return a tensor's value as a sum of positions and variables; None if it is not such a sum."""
         if tensor.name not in self._linear:
             self._linear[tensor.name] = self._sum(tensor)
         return self._linear[tensor.name]
 
     def _sum(self, tensor: Tensor) -> Linear | None:
         if tensor.role == "scalar":
-            return None if tensor.value is None or tensor.value % 1 else Linear(0, 0, int(tensor.value))
+            if tensor.value is None:
+                return Linear(0, 0, 0, ((tensor.name, 1),)) if tensor.dtype.startswith("int") else None
+            return None if tensor.value % 1 else Linear(0, 0, int(tensor.value))
         if tensor.name in self._lengths:
             return Linear(0, 0, 0, ((tensor.name, 1),))
         node = self._nodes.get(tensor.name)

@@ -12,6 +12,7 @@ without rounding, which gives the graph's exact value.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
+@np.errstate(all="ignore")  # infinities and NaN propagate by IEEE 754, as on a GPU
 def evaluate(
     graph: Graph,
     arrays: Mapping[str, Array],
@@ -66,30 +68,29 @@ def evaluate(
     """
     run = Evaluation(graph, arrays, scalars, exact, check)
     keeps = run.analysis.is_small and run.xp is np
-    with np.errstate(all="ignore"):  # infinities and NaN propagate by IEEE 754, as on a GPU
-        for tile in run.tiles():
-            sizes = (run.analysis, exact, tile.lengths)
-            if keeps:
-                tile.memory = buffers.take(sizes)
-            values = tile.values
-            for compute, name, unread in steps_of(run, tile, COMPILER_RULES):
-                values[name] = compute(tile)
-                for other in unread:
-                    del values[other]
-            if keeps:
-                buffers.give(sizes, tile.memory)
+    for tile in run.tiles():
+        sizes = (run.analysis, exact, tile.lengths)
+        if keeps:
+            tile.memory = buffers.take(sizes)
+        values = tile.values
+        for compute, name, unread in steps_of(run, tile, COMPILER_RULES):
+            values[name] = compute(tile)
+            for other in unread:
+                del values[other]
+        if keeps:
+            buffers.give(sizes, tile.memory)
     for name, total in run.totals.items():
         run.views[name][...] = total
 
 
 def _matmul(node: Matmul, compiler: Compiler) -> Compute:
-    name, analysis, xp, dtype = node.out.name, compiler.analysis, compiler.xp, compiler.dtype
+    name, analysis, xp = node.out.name, compiler.analysis, compiler.xp
     of_a, of_b, sums = compiler.read(node.a), compiler.read(node.b), _sums_name(node.a)
     row_axis, column_axis, summed_axis = analysis.products[name]
     narrow, group = name in analysis.narrow, analysis.grouped.get(name)
     scale = compiler.read(analysis.scales[name]) if xp is np and name in analysis.scales else None
     divides = xp is np and node.a.name in analysis.undivided
-    added, of_scaled = summed_axis == ROWS and name in analysis.later, f"scaled {node.a.name}"
+    added = summed_axis == ROWS and name in analysis.later
 
     def compute(tile: Tile) -> Array | None:
         a, b, memory = tile.values[of_a], tile.values[of_b], tile.memory
@@ -104,11 +105,10 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
             if length < max(a.shape[3], b.shape[2]):
                 a, b = a[..., :length], b[..., :length, :]
                 memory = buffers.NO_MEMORY  # another tile with the same lengths may have another number of terms
-        if scale is not None:
-            a = memory.setdefault(
-                of_scaled, np.multiply(a, tile.values[scale], out=memory.get(of_scaled), dtype=dtype, order="C")
-            )
-        out = _product(a, b, memory, name) if group is None else _sum_of_products(a, b, group, memory, name)
+        if group is None:
+            out = _product(a, b, memory, name, None if scale is None else tile.values[scale])
+        else:
+            out = _sum_of_products(a, b, group, memory, name)
         if node.m is not None:
             out[:, :, max(0, tile.number(node.m) - tile.start(row_axis)) :] = 0
         if node.n is not None:
@@ -136,30 +136,59 @@ def _sums_name(weights: Tensor) -> str:
     return f"sums of {weights.name}"
 
 
-def _product(a: Array, b: Array, memory: TileMemory, name: str) -> Array:
-    """Return ``a b`` for each batch item and head; heads that share a head of b are stacked into one matrix."""
+def _product(a: Array, b: Array, memory: TileMemory, name: str, scale: float | None = None) -> Array:
+    """Return ``scale a b`` for each batch item and head; heads that share a head of b are stacked into one matrix."""
     batch, heads, rows, terms = a.shape
     shared, columns = b.shape[1], b.shape[3]
-    if heads != shared:
-        a = a.reshape(batch, shared, heads // shared * rows, terms)
+    group = heads // shared if heads != shared else 1
+    stacked = (batch, shared, group * rows, terms)
     if type(a) is not np.ndarray:
-        return (a @ b).reshape(batch, heads, rows, columns)
-    result: Array | None = memory.get(name)
-    if result is None:
-        result = memory.setdefault(name, buffers.empty((batch, heads, rows, columns), a.dtype))
-    out = result if heads == shared else result.reshape(*a.shape[:3], columns)
-    if 1 < a.shape[2] <= _FEW_ROWS and b.strides[3] > b.strides[2]:
-        key = f"transposed {name}"
-        product = np.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out=memory.get(key))
-        out[...] = memory.setdefault(key, product).swapaxes(-1, -2)
+        return (a.reshape(stacked) @ b).reshape(batch, heads, rows, columns)
+    transposed = columns >= _MANY_COLUMNS and 1 < group * rows <= _FEW_ROWS and b.strides[3] > b.strides[2]
+    key = f"transposed {name}" if transposed else name
+    arrays = memory.get(key)
+    if arrays is None:
+        sizes = (batch, shared, group, rows, terms, columns)
+        arrays = memory.setdefault(key, _product_arrays(sizes, b.dtype, transposed=transposed, scaled=scale is not None))
+    result, stacked_result, product, left, separate = arrays
+    if left is None:
+        left = a.reshape(stacked) if group > 1 else a
+    elif scale is None:
+        separate[...] = a.reshape(separate.shape)
     else:
-        np.matmul(a, b, out=out)
-    return result
+        np.multiply(a.reshape(separate.shape), scale, out=separate, dtype=separate.dtype)
+    if transposed:
+        np.matmul(b.swapaxes(-1, -2), left, out=product)
+        stacked_result[...] = product.swapaxes(-1, -2)
+    else:
+        np.matmul(left, b, out=stacked_result)
+    return result  # type: ignore[no-any-return]
 
 
-#: Up to this number of rows, ``b^T a^T`` is faster than ``a b`` if b is a transposed matrix, which OpenBLAS would otherwise
-#: pack. With 4 to 16 rows of 128 elements and 4096 columns, it takes 0.4 to 0.6 times as long.
-_FEW_ROWS = 32
+def _product_arrays(
+    sizes: tuple[int, ...], dtype: np.dtype[Any], *, transposed: bool, scaled: bool
+) -> tuple[Array | None, ...]:
+    """Return the arrays that a product of ``(batch, heads of b, group, rows, terms, columns)`` writes, and views of them.
+
+    These are the result; a view with stacked heads; the transposed product, and the scaled or transposed left operand, or None;
+    and a view of this operand with separate heads and rows.
+    """
+    batch, shared, group, rows, terms, columns = sizes
+    result = buffers.empty((batch, shared * group, rows, columns), dtype)
+    stacked = result.reshape(batch, shared, group * rows, columns)
+    if transposed:
+        product = buffers.empty((batch, shared, columns, group * rows), dtype)
+        left = buffers.empty((batch, shared, terms, group * rows), dtype)
+        return result, stacked, product, left, left.reshape(batch, shared, terms, group, rows).transpose(0, 1, 3, 4, 2)
+    if scaled:
+        left = buffers.empty((batch, shared, group * rows, terms), dtype)
+        return result, stacked, None, left, left.reshape(batch, shared, group, rows, terms)
+    return result, stacked, None, None, None
+
+
+#: Up to this number of rows and from this number of columns, ``b^T a^T`` with a copy of ``a^T`` is faster than ``a b`` if b is
+#: a transposed matrix, which OpenBLAS would otherwise pack.
+_FEW_ROWS, _MANY_COLUMNS = 32, 256
 
 
 def _sum_of_products(a: Array, b: Array, group: int, memory: TileMemory, name: str) -> Array:
@@ -259,7 +288,11 @@ def _divided(x: Array, total: Array, xp: Any) -> Array:
     """
     if xp is not np:
         return divide_by_sums(x, total)  # type: ignore[no-any-return]
-    return np.divide(x, np.maximum(total, 1, out=total), out=x)
+    return np.divide(x, np.maximum(total, _ONE, out=total), out=x)
+
+
+#: numpy would convert a number of Python in every call.
+_ONE = np.float32(1)
 
 
 def _row_maxima(x: Array) -> Array:
@@ -318,12 +351,18 @@ def _masked(node: Masked, compiler: Compiler) -> Compute:
                 (range(tile.columns.start, every.start), range(every.stop, tile.columns.stop)) if every else (tile.columns,)
             ):
                 if part:
-                    rows = bound.row * np.arange(row, row + x.shape[2])[:, None] - bound.most
-                    hidden = rows > -bound.column * np.arange(part.start, part.stop)
+                    most = bound.most - bound.row * row - bound.column * part.start
+                    hidden = _hidden(bound.row, bound.column, most, x.shape[2], len(part))
                     np.copyto(x[..., part.start - column : part.stop - column], -np.inf, where=hidden)
         return x
 
     return compute
+
+
+@functools.lru_cache(8)
+def _hidden(row: int, column: int, most: int, rows: int, columns: int) -> Array:
+    """Return where ``row i + column j > most``: with a causal mask or a window the same for all tiles at the band's edge."""
+    return row * np.arange(rows)[:, None] > most - column * np.arange(columns)
 
 
 def _fused(node: Fused, compiler: Compiler) -> Compute:

@@ -49,7 +49,7 @@ def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[A
         nodes = run.analysis.nodes if run.xp is np else run.analysis.fused_nodes
         if run.check is not None:
             nodes = [*run.check.after(nodes)]
-        for node, last_reads in last_reads_of([n for n in nodes if tile.last or n.out.name not in run.partial]):
+        for node, last_reads in last_reads_of([n for n in nodes if tile.last or n.out.name not in run.analysis.partial]):
             compiler.add(node, last_reads, rules[type(node)])
         found = run.analysis.steps[key] = compiler.steps
     return found
@@ -154,7 +154,7 @@ class Compiler:
         if tensor.role == "output":
             self._append(_written(tensor, self), name)
         if not (tensor.role == "output" and name in self._last_reads) and self._is_rounded(node, tensor):
-            self._append(_rounded(tensor, self), name)
+            self._append(_rounded(node, tensor, self), name)
 
     def _is_rounded(self, node: Node, tensor: Tensor) -> bool:
         """Return True if a result has more digits than its dtype. Views are already rounded, and so is a softmax in FP8."""
@@ -196,15 +196,18 @@ def _written(tensor: Tensor, compiler: Compiler) -> Compute:
     return compute
 
 
-def _rounded(tensor: Tensor, compiler: Compiler) -> Compute:
+def _rounded(node: Node, tensor: Tensor, compiler: Compiler) -> Compute:
     """Return the step that rounds a value to its tensor's dtype, in place unless a view shares its memory; integers stay."""
     name, dtype, working, on_gpu = tensor.name, tensor.dtype, compiler.dtype, compiler.xp is not np
     in_place = not compiler.is_view(tensor)
+    weights = isinstance(node, Softmax) and tensor is node.out
 
     def compute(tile: Tile) -> Any:
         value = tile.values[name]
         if value.dtype != working:
             return value
-        return rounded(value, dtype).astype(working) if on_gpu else round_numbers(value, dtype, in_place=in_place)
+        if on_gpu:
+            return rounded(value, dtype).astype(working)
+        return round_numbers(value, dtype, in_place=in_place, weights=weights)
 
     return compute

@@ -76,9 +76,11 @@ class Analysis:
         lengths: each batch item's lengths, if only these queries and keys are computed.
         by_entry: True if a tile has a single batch item, because each item has its own lengths.
         blocks: how to compute a block of rows without the other rows; None if that is impossible.
+        later: see :class:`.RowBlocks`; ``partial``: the later results that are not sums over the blocks.
         scales: the factors of products, by their results' names.
         inputs: the inputs by name; ``direct``: the inputs that are read without conversion.
-        visible: the conditions on positions that hold wherever a weight is not 0.
+        visible: the conditions on positions that hold wherever a weight is not 0; ``bounds``: the same, None if they have
+            variables or batch items have their own lengths.
         shape: batch, heads, rows and columns of the scores; ``group``: how many heads are computed together.
     """
 
@@ -97,8 +99,11 @@ class Analysis:
         self.lengths = _packed_lengths(graph)
         self.blocks = RowBlocks.of(graph, self.axes)
         self.later = self.blocks.later if self.blocks else frozenset[str]()
+        self.partial = self.later - self.blocks.summed if self.blocks else self.later
         self.bands = Bands(graph, self.axes, host)
         self.visible = self.bands.visible if self.blocks else ()
+        constant = not self.by_entry and not any(condition.variables for condition in self.visible)
+        self.bounds = (*(Bound(c.row, c.column, -c.number) for c in self.visible),) if constant else None
         self._graph = graph
         kept = without_unread([masked(node, self.bands) for node in nodes])
         rewritten, self.scales = scaled_products(kept, graph.compute_dtype)
@@ -119,24 +124,24 @@ class Analysis:
         self.narrow = _narrow_products(graph)
         self.inputs = {t.name: t for t in graph.by_role("input")}
         self.direct = [n for n, t in self.inputs.items() if t.dtype == graph.compute_dtype and n not in self.packed]
-        self._places: dict[tuple[bool, int], list[TilePlace]] = {}
+        #: The conditions and the places of the last evaluation, for a GPU or not and each number of elements of a tile.
+        self._places: dict[tuple[bool, int], tuple[tuple[Bound, ...], list[TilePlace]]] = {}
 
     @functools.cached_property
     def fused_nodes(self) -> list[Node]:
         """The nodes for CuPy arrays, with pointwise nodes fused."""
         return fuse(self._graph)
 
-    def places(self, on_gpu: bool) -> list[TilePlace]:
+    def places(self, bounds: tuple[Bound, ...], *, on_gpu: bool) -> list[TilePlace]:
         """Return the places of all tiles, and keep them; batch items must not have their own lengths."""
-        elements = GPU_TILE_ELEMENTS if on_gpu else TILE_ELEMENTS
-        found = self._places.get((on_gpu, elements))
-        if found is None:
+        kind = on_gpu, GPU_TILE_ELEMENTS if on_gpu else TILE_ELEMENTS
+        known, found = self._places.get(kind, ((), []))
+        if not found or known != bounds:
             batch, _, rows, columns = self.shape
             *_, entries = self.block(rows, columns, on_gpu=on_gpu)
-            bounds = [Bound(condition.row, condition.column, -condition.number) for condition in self.visible]
             groups = (range(b, min(batch, b + entries)) for b in range(0, batch, entries))
             found = [place for group in groups for place in self.places_of(group, rows, columns, bounds, on_gpu=on_gpu)]
-            self._places[on_gpu, elements] = found
+            self._places[kind] = bounds, found
         return found
 
     def places_of(self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool) -> Iterator[TilePlace]:
@@ -204,7 +209,6 @@ class Evaluation:
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
         self.later = analysis.later
-        self.partial = analysis.later - analysis.blocks.summed if analysis.blocks else frozenset[str]()
         self.row_sums: dict[str, Array] = {}
         self.scalars: dict[str, Any] = {}
         for t in analysis.scalars:
@@ -220,7 +224,11 @@ class Evaluation:
     def tiles(self) -> Iterator[Tile]:
         """Yield all tiles, in the order of batch items, heads and rows."""
         cache: dict[str, Array] = {}
-        for place in self.analysis.places(self.xp is not np) if not self.analysis.by_entry else self._places_by_entry():
+        analysis = self.analysis
+        bounds = analysis.bounds
+        if bounds is None and not analysis.by_entry:
+            bounds = (*(self.bound(condition, 0) for condition in analysis.visible),)
+        for place in self._places_by_entry() if bounds is None else analysis.places(bounds, on_gpu=self.xp is not np):
             if place.rows.start == 0:
                 cache = {}  # these heads' keys and values: the same for every block of queries
             yield Tile(self, place, cache)
@@ -236,10 +244,10 @@ class Evaluation:
             yield from analysis.places_of(range(b, b + 1), rows, columns, bounds, on_gpu=on_gpu)
 
     def bound(self, condition: Linear, entry: int) -> Bound:
-        """Return a condition with a batch item's lengths filled in."""
+        """Return a condition with the values of its variables: a batch item's lengths and the numbers of functions."""
         number = condition.number
-        for name, times in condition.lengths:
-            number += times * int(self.views[name][entry, 0, 0, 0])
+        for name, times in condition.variables:
+            number += times * int(self.scalars[name] if name in self.scalars else self.views[name][entry, 0, 0, 0])
         return Bound(condition.row, condition.column, -number)
 
 
