@@ -220,6 +220,22 @@ def jvp() -> Iterator[str]:
         )
 
 
+def features() -> Iterator[str]:
+    """Yield the lines of the table of ``features``."""
+    rows = read("h200_cudnn919_features.csv")
+    yield (
+        f"Times on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks features`: float16; a case has "
+        "head dim x heads x positions x batch. A ratio is our time divided by the time without the feature; the memory is what "
+        "a call allocates, and the arrays made for it beforehand.\n"
+    )
+    yield "| feature | case | without it | ms | without it, ms | ratio | host us | without it, us | MiB | without it, MiB |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        memory = (f"{int(row[name]) / 2**20:.3g}" for name in ("ours_bytes", "without_bytes"))
+        times = (row[name] for name in ("ours_ms", "without_ms", "ratio", "ours_host_us", "without_host_us"))
+        yield f"| `{row['feature']}` | {row['case']} | {row['without']} | {' | '.join((*times, *memory))} |"
+
+
 def sparse() -> Iterator[str]:
     """Yield the lines of the table of ``sparse``."""
     rows = read("h200_cudnn919_sparse.csv")
@@ -331,7 +347,7 @@ def cpu(path: str = "cpu_engine.csv") -> Iterator[str]:
 
 
 TABLES = {
-    "cpu": cpu, "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "sparse": sparse,
+    "cpu": cpu, "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "features": features, "sparse": sparse,
     "fp8": fp8, "fp8_errors": fp8_errors, "parallel": parallel,
 }  # fmt: skip
 
