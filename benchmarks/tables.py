@@ -347,7 +347,8 @@ def cpu(path: str = "cpu_engine.csv") -> Iterator[str]:
 
 
 TABLES = {
-    "cpu": cpu, "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "features": features, "sparse": sparse,
+    "cpu": cpu, "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp,
+    "features": features, "sparse": sparse,
     "fp8": fp8, "fp8_errors": fp8_errors, "parallel": parallel,
 }  # fmt: skip
 

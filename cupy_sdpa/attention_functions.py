@@ -10,7 +10,7 @@ from .core._typing import Array, ArrayT, StatsT
 from .core.boundary.arguments import check_order
 from .core.boundary.conversion import OUTPUTS, gradient_names
 from .core.boundary.layouts import check_layout, other_layout
-from .core.boundary.options import special_call, split_requests, takes_options
+from .core.boundary.options import NO_REQUESTS, special_call, split_requests, takes_options
 from .core.layout import default_layout
 from .core.options.table import GradientOptions, Options
 from .core.options.values import read_flag
@@ -232,7 +232,7 @@ def attention_backward(
 @operation(
     attention_backward,
     GRADIENT_ARRAYS,
-    {"deterministic": False, **split_requests({})[0]},
+    {"deterministic": False, **NO_REQUESTS},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
     """Return a call of :func:`attention_backward` as a value."""

@@ -98,7 +98,7 @@ queries, 4096 keys, head dim 128, causal from the top left
     requests, others = split_requests(options)
     if backward and read_flag("dstats", dstats):
         q, k, v, others = stats_gradient.wide_shapes(q, k, v, others, dtype, {"deterministic": deterministic, **requests})
-    requests.pop("return_dscale")
+    requests = {name: value for name, value in requests.items() if name != "return_dscale"}
     return read_shapes(
         q, k, v, others, dtype=dtype, out_dtype=out_dtype, return_stats=return_stats, backward=backward,
         deterministic=deterministic, **requests,

@@ -14,7 +14,7 @@ from .core._typing import Array, ArrayT
 from .core.boundary.compute import COMPUTE_DTYPES
 from .core.boundary.conversion import Conversion, gradient_names, needs_conversion
 from .core.boundary.layouts import has_own_axes
-from .core.boundary.options import special_call, split_requests, takes_options
+from .core.boundary.options import NO_REQUESTS, special_call, split_requests, takes_options
 from .core.boundary.user_functions import kept_options
 from .core.errors import Unsupported
 from .core.layout import default_layout
@@ -36,6 +36,8 @@ from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8, refuse_fp8
 GradientsT = TypeVar("GradientsT")
 #: The arguments of the forward pass for results that are created here.
 _OWN_RESULTS = frozenset(("out", "stats"))
+#: The flags of the backward pass by default.
+_NO_OUTPUTS: Mapping[str, Any] = {"deterministic": False, **NO_REQUESTS}
 
 
 # fmt: off
@@ -108,14 +110,11 @@ def attention_vjp(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)
     requests, others = split_requests(options)
-    if (of_scale := requests["return_dscale"]) is not False:
-        check_request(others, read_flag("return_dscale", of_scale))
-    for row in REQUESTED_GRADIENTS:
-        requested = requests[row.request]
-        if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:
-            raise ValueError(f"{row.request} is True and {row.of} is None: pass {row.of}=, or remove {row.request}")
+    if requests is not NO_REQUESTS:
+        _check_requests(requests, others)
     of_stats = return_stats is not False and read_flag("return_stats", return_stats)
-    outputs: dict[str, Any] = {"deterministic": deterministic, **requests}
+    is_plain = requests is NO_REQUESTS and deterministic is False
+    outputs = _NO_OUTPUTS if is_plain else {"deterministic": deterministic, **requests}
     kept = kept_options(q, others)
     kind = options.get("compute_dtype")
     if kind in FP8_LARGEST:
@@ -136,7 +135,17 @@ def attention_vjp(
     return ((out, stats) if of_stats else out), pullback
 
 
-def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Any, Pullback[Any]]:
+def _check_requests(requests: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check that the gradients that are requested are of options that are passed."""
+    if (of_scale := requests["return_dscale"]) is not False:
+        check_request(options, read_flag("return_dscale", of_scale))
+    for row in REQUESTED_GRADIENTS:
+        requested = requests[row.request]
+        if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:
+            raise ValueError(f"{row.request} is True and {row.of} is None: pass {row.of}=, or remove {row.request}")
+
+
+def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[Any, Any, Pullback[Any]]:
     """Return the output and the log-sum-exp of arrays of numpy or CuPy, and the pullback; ``outputs`` are its flags."""
     rest: Any = {**options}
     if (dtype := rest.get("compute_dtype")) in FP8_LARGEST:
@@ -154,7 +163,8 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
     if "compute_dtype" not in of_forward:
         rest.pop("compute_dtype", None)
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
-        of_gradients = rest | {name: value for name, value in outputs.items() if value is not False}
+        asked = {} if outputs is _NO_OUTPUTS else {name: value for name, value in outputs.items() if value is not False}
+        of_gradients = rest | asked
 
         def backward(dout: Any, dstats: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
             found: tuple[Any, ...] = attention_backward(

@@ -223,10 +223,17 @@ def _check_arguments(function: Callable[..., Any], others: Sequence[Any], option
 _REQUEST_NAMES = frozenset(REQUESTS)
 
 
-def split_requests(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the flags that request gradients, which are False by default, from the options."""
+#: The flags that request gradients if no gradient is requested.
+NO_REQUESTS: Mapping[str, Any] = dict.fromkeys(REQUESTS, False)
+
+
+def split_requests(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Split the flags that request gradients, which are False by default, from the options.
+
+    The flags are :data:`NO_REQUESTS` itself if the options have none.
+    """
     if _REQUEST_NAMES.isdisjoint(options):
-        return dict.fromkeys(REQUESTS, False), {**options}
+        return NO_REQUESTS, {**options}
     requests = {name: options.get(name, False) for name in REQUESTS}
     if isinstance(names := requests["return_dtensors"], (list, set)):
         requests["return_dtensors"] = tuple(names)  # the caller's list may change before a later call
