@@ -14,11 +14,11 @@ import numpy as np
 from ..extend import Builder, Constant, Parts, View, merge_parts, row_stats_dtype
 from ..extend.arrays import FORWARD, KEY_ARRAYS
 from ..extend.functions import AXES
-from ..extend.kernels import Sources, sum_blocks
+from ..extend.kernels import Sources
 from ..extend.options import ReadOptions
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
-from .blocks import BLOCK, copy_blocks, copy_elements
+from .blocks import BLOCK, copy_blocks, copy_elements, sum_blocks
 from .entries import Entries, PackedCopies, Tables, TableSizes, attends, packed_copies, rectangles, sources
 from .method import as_pages, flattened, gradient_function, is_attended, method_of
 from .segments import PackedSegments, SegmentSlice, gradient_slices

@@ -1,4 +1,4 @@
-"""Copy blocks of rows, and elements, of an array: CUDA kernels, and the same on numpy arrays."""
+"""Copy blocks of rows, and elements, of an array, and sum copies: CUDA kernels, and the same on numpy arrays."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Struct, cuda_kernel, cupy_runtime
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
 from ..extend.arrays import as_strided
 from ..extend.kernels import BLOCK as BLOCK
-from ..extend.kernels import UNITS
+from ..extend.kernels import UNITS, Sources
 
 #: The number of threads in a thread block.
 THREADS = 128
@@ -17,6 +17,8 @@ THREADS = 128
 _ROWS = Struct("Rows", "data head row batch rows")
 #: The arguments of :func:`copy_blocks`; width is the number of bytes in one head's row of the copies.
 _COPY = Struct("Arguments", source=_ROWS, target=Struct("Copies", "data width heads items"))
+#: The arguments of :func:`sum_blocks`; width is the number of elements along D, and heads the number of heads in a group.
+_SUM = Struct("Arguments", "width heads blocks groups offsets parts", copies=_ROWS, target=_ROWS)
 
 
 def _rows_of(array: Any) -> tuple[Any, ...]:
@@ -80,6 +82,62 @@ def _copy_kernel(unit: int, of_stats: bool) -> str:
                     {without_keys}
                     (({kind}*)(to + row * x.target.heads * x.target.width))[i] = value;
                 }}
+        }}"""
+
+
+def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
+    """Write the sums of copies to the blocks of ``out``, in float32 and a fixed order; 0 for blocks without copies. One launch.
+
+    Args:
+        sources: the copies of every block.
+        copies: ``(D, H / groups, BLOCK, n)``, dense.
+        out: ``(D, H, S, B)``, whose first axis is contiguous, written.
+    """
+    if not cupy_runtime.is_array(out):
+        dtype = np.result_type(np.float32, out.dtype)
+        for (heads, rows, b), numbers in sources.blocks_of(out):
+            total = np.zeros_like(out[:, heads, rows, b], dtype)
+            for n in numbers:
+                total += copies[:, :, : rows.stop - rows.start, n, None]
+            out[:, heads, rows, b] = total
+        return
+    if out.size:
+        d, heads, rows, batch = out.shape
+        unit = next(unit for unit in UNITS if _is_vector(out, unit) and _is_vector(copies, unit))
+        vector = max(unit // out.itemsize, 1)
+        columns = max(1, min(d // vector, 32))
+        blocks, block_rows = -(-rows // BLOCK), THREADS // columns
+        grid = (blocks * sources.groups * batch, heads // sources.groups, -(-BLOCK // block_rows))
+        arguments = _SUM(
+            d, heads // sources.groups, blocks, sources.groups, sources.offsets, sources.parts, _rows_of(copies), _rows_of(out)
+        )
+        _sum_kernel(dtype_name(out.dtype), vector)(grid, (columns, block_rows), (arguments,))
+
+
+@cuda_kernel
+def _sum_kernel(dtype: str, vector: int) -> str:
+    """Return the kernel of :func:`sum_blocks`: ``blockIdx`` is (block, head, rows), ``threadIdx`` is (vector of a row, row)."""
+    of = TYPES[dtype]
+    return f"""{of.header}struct alignas({min(vector * of.itemsize, 16)}) Vector {{ {of.name} x[{vector}]; }};
+        {_SUM}
+        extern "C" __global__ void cupy_sdpa_sum_blocks(const Arguments x) {{
+            const long long t = blockIdx.x, i = t % x.blocks, g = t / x.blocks % x.groups, b = t / x.blocks / x.groups;
+            const int first = ((const int*)x.offsets)[t], end = ((const int*)x.offsets)[t + 1];
+            const long long row = blockIdx.z * blockDim.y + threadIdx.y, s = i * {BLOCK} + row;
+            if (row >= {BLOCK} || s >= x.target.rows) return;
+            const char* const from = (const char*)x.copies.data + blockIdx.y * x.copies.head + row * x.copies.row;
+            char* const to = (char*)x.target.data + (g * x.heads + blockIdx.y) * x.target.head + s * x.target.row
+                + b * x.target.batch;
+            for (int c = threadIdx.x; c < x.width / {vector}; c += blockDim.x) {{
+                float sum[{vector}] = {{}};
+                for (int n = first; n < end; ++n) {{
+                    const Vector value = ((const Vector*)(from + ((const int*)x.parts)[n] * x.copies.batch))[c];
+                    for (int j = 0; j < {vector}; ++j) sum[j] += float(value.x[j]);
+                }}
+                Vector result;
+                for (int j = 0; j < {vector}; ++j) result.x[j] = {of.name}(sum[j]);
+                ((Vector*)to)[c] = result;
+            }}
         }}"""
 
 

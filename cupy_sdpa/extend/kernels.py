@@ -3,12 +3,12 @@
 ============= ===============================================================================================================
 memory        UNITS, copy_by_rows, bindings
 concatenation Address, Concatenation, Filler, address, address_bits, concatenate, MULTIPLE, rounded_up
-sums          BLOCK, Sources, sum_blocks, row_means, replace_infinite
+sums          BLOCK, Sources, row_means, replace_infinite
 ============= ===============================================================================================================
 """
 
 from ..core.kernels.concatenation import Address, Concatenation, Filler, address, address_bits, concatenate
-from ..core.kernels.merge import BLOCK, Sources, sum_blocks
+from ..core.kernels.merge import BLOCK, Sources
 from ..core.kernels.ragged import replace_infinite
 from ..core.kernels.row_means import row_means
 from ..core.programs.stats_gradient import MULTIPLE, rounded_up
@@ -31,5 +31,4 @@ __all__ = [
     "replace_infinite",
     "rounded_up",
     "row_means",
-    "sum_blocks",
 ]

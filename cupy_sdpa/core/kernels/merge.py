@@ -1,4 +1,4 @@
-"""Merge attention results over disjoint sets of keys, and sum copies: a CUDA kernel, and the same on numpy arrays."""
+"""Merge attention results over disjoint sets of keys: a CUDA kernel, and the same on numpy arrays."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class Sources(NamedTuple):
     offsets: Any
     parts: Any
     groups: int
+
+    def blocks_of(self, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
+        """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
+        _, heads, rows, batch = out.shape
+        blocks, per_group = -(-rows // BLOCK), heads // self.groups
+        for t, (b, g, i) in enumerate(np.ndindex(batch, self.groups, blocks)):
+            place = slice(g * per_group, (g + 1) * per_group), slice(i * BLOCK, min((i + 1) * BLOCK, rows)), slice(b, b + 1)
+            yield place, self.parts[self.offsets[t] : self.offsets[t + 1]]
 
 
 class Parts(NamedTuple):
@@ -125,41 +133,13 @@ def merge_parts(
     _merge_on_gpu(groups, out, stats, sinks, lengths, factors, totals)
 
 
-def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
-    """Write the sums of copies to the blocks of ``out``, in float32 and a fixed order; 0 for blocks without copies. One launch.
-
-    Args:
-        sources: the copies of every block.
-        copies: ``(D, H / groups, BLOCK, n)``.
-        out: ``(D, H, S, B)``, written.
-    """
-    if cupy_runtime.is_array(out):
-        _merge_on_gpu([Parts(copies[:, :, :, None], None, sources=sources)], out, None, None, None, None, None)
-        return
-    dtype = np.result_type(np.float32, out.dtype)
-    for (heads, rows, b), numbers in _blocks_of(sources, out):
-        total = np.zeros_like(out[:, heads, rows, b], dtype)
-        for n in numbers:
-            total += copies[:, :, : rows.stop - rows.start, n, None]
-        out[:, heads, rows, b] = total
-
-
-def _blocks_of(sources: Sources, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
-    """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
-    _, heads, rows, batch = out.shape
-    blocks, per_group = -(-rows // BLOCK), heads // sources.groups
-    for t, (b, g, i) in enumerate(np.ndindex(batch, sources.groups, blocks)):
-        place = slice(g * per_group, (g + 1) * per_group), slice(i * BLOCK, min((i + 1) * BLOCK, rows)), slice(b, b + 1)
-        yield place, sources.parts[sources.offsets[t] : sources.offsets[t + 1]]
-
-
 def _blocks_on_cpu(groups: Sequence[Parts], out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Sequence[Parts]]]:
     """Yield the blocks of a result, each with its parts: a single block of all rows unless the last group has sources."""
     *of_all, (copies, scores, _, sources) = groups
     if sources is None:
         yield (slice(None), slice(None), slice(None)), groups
         return
-    for place, numbers in _blocks_of(sources, out):
+    for place, numbers in sources.blocks_of(out):
         heads, rows, b = place
         count = rows.stop - rows.start
         of_block = [Parts(x.out[:, heads, rows, b], x.stats[rows, heads, b]) for x in of_all]
@@ -226,14 +206,9 @@ def _merge_on_gpu(
     else:
         is_in_place = any(group.out.data.ptr == out.data.ptr for group in of_all)
         target += [len(of_all), sources.offsets, sources.parts, heads // sources.groups, int(is_in_place)]
-    given = [
-        (x.out.shape[4], x.out, *x.out.strides, *((0,) * 5 if x.stats is None else (x.stats, *x.stats.strides)), x.totals)
-        for x in groups
-    ]
+    given = [(x.out.shape[4], x.out, *x.out.strides, x.stats, *x.stats.strides, x.totals) for x in groups]
     of_parts, of_out = (factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype))
-    kernel = _merge_kernel(
-        of_parts, of_out, vector, groups[0].totals is not None, sources is not None, groups[-1].stats is not None
-    )
+    kernel = _merge_kernel(of_parts, of_out, vector, groups[0].totals is not None, sources is not None)
     kernel(grid, (columns, block_rows, slots), (_ARGUMENTS(target, given),))
 
 
@@ -247,15 +222,15 @@ def _is_aligned(array: Any, vector: int) -> bool:
 
 
 @cuda_kernel
-def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed: bool, weighted: bool) -> str:
-    """Return the kernel of :func:`merge_parts` and :func:`sum_blocks`.
+def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed: bool) -> str:
+    """Return the kernel of :func:`merge_parts`.
 
     ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the slots of a row share its parts.
 
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
     the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are
     ``carried``, they have totals. If the last group is ``listed``, it has sources, and the one slot reads the parts in their
-    order. Parts that are not ``weighted`` are added.
+    order.
     """
     types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
     vectors = (
@@ -314,7 +289,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed
                             stats = {own["h"]} * group.stats_h + {own["s"]} * group.stats_s + {own["b"]} * group.stats_b;
                         }}
                         const long long number = {number}, place = stats + number * arguments.groups[g].stats_c;
-                        score[i] = {"*(const float*)(arguments.groups[g].stats + place)" if weighted else "0"};
+                        score[i] = *(const float*)(arguments.groups[g].stats + place);
                         amount[i] = {amount};
                         if (has_value) value[i] = *(const In*)(out + number * arguments.groups[g].out_c);
                     }}
@@ -358,7 +333,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed
             }}
             if (!is_used) return;
             const bool exists = s < length;
-            float factor = {"total == 0 ? 0.0f : 1 / total" if weighted else "1"};
+            float factor = total == 0 ? 0.0f : 1 / total;
             if (t.descale) factor *= *(const float*)t.descale;
             const float scale = t.scale ? *(const float*)t.scale : 1;
             Out merged;
