@@ -117,6 +117,15 @@ def test_rounding_is_not_another_call(size):
         attention_backward(*arrays, out, stats, **options)
 
 
+def test_another_call_beside_the_gradient_of_the_log_sum_exp():
+    """The check reads the output's own rows, not the rows that are appended to it for dstats."""
+    q, k, v, dout = (np.random.default_rng(n).standard_normal((16, 2, 9, 1)).astype(np.float32, order="F") for n in range(4))
+    out, stats = attention(q, k, v, return_stats=True)
+    for results, wrong in (((2 * out, stats), "out"), ((out, stats + 1), "stats")):
+        with pytest.raises(ValueError, match=f"{wrong} is from another call"):
+            attention_backward(dout, q, k, v, *results, dstats=np.ones_like(stats))
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), (ml_dtypes.bfloat16, 8)])
 def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
     """Outputs that are subnormal in their dtype have an absolute rounding error; a wrong output still raises."""

@@ -361,6 +361,7 @@ def test_a_small_tile_has_its_memory_alone():
     for number in range(buffers.SMALL_TILES - 1):
         buffers.give(number, buffers.TileMemory())
     assert buffers.take("tile") is memory
+    assert buffers.take("tile") is not memory
     buffers.give("tile", memory)
     for number in range(buffers.SMALL_TILES):
         buffers.give(-1 - number, buffers.TileMemory())
