@@ -149,7 +149,8 @@ def _product(a: Array, b: Array, memory: TileMemory, name: str, scale: float | N
     arrays = memory.get(key)
     if arrays is None:
         sizes = (batch, shared, group, rows, terms, columns)
-        arrays = memory.setdefault(key, _product_arrays(sizes, b.dtype, transposed=transposed, scaled=scale is not None))
+        dtype = b.dtype.newbyteorder("=")
+        arrays = memory.setdefault(key, _product_arrays(sizes, dtype, transposed=transposed, scaled=scale is not None))
     result, stacked_result, product, left, separate = arrays
     if left is None:
         left = a.reshape(stacked) if group > 1 else a
