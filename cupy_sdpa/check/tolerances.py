@@ -86,7 +86,8 @@ class _Floors:
         """Return the floor of every result of the case."""
         values, p = self.truth.values, self.p
         weights = (self.keep * (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0))) ** 2
-        of_out = np.sqrt(weights @ self.inputs.v**2)
+        of_sums = self.work * p.shape[-1] ** 0.5 / 4  # of partial sums that are as large as the result
+        of_out = np.sqrt(weights @ self.inputs.v**2 + (of_sums * ((p * self.keep) @ self.inputs.v)) ** 2)
         of_rows = (p * self.of_scores).sum(axis=-1)
         of_attended = _finite_max(self.of_scores[p > 0])
         floors = {
@@ -200,7 +201,8 @@ class _Floors:
             weight = self.truth.sink_weight
             delta = (inputs.dout * ((self.p * self.keep) @ inputs.v)).sum(axis=-1, keepdims=True) - inputs.dstats
             of_dsinks = DEVIATIONS * np.sqrt(((weight * of_delta) ** 2).sum(axis=(0, 3, 4)))
-            of_weight = (weight * np.abs(delta) * (4 * SINGLE + 2 * self.of_stats)).sum(axis=(0, 3, 4))
+            of_rows = (self.p * self.of_scores).sum(axis=-1, keepdims=True)  # an error of the scores changes L
+            of_weight = (weight * np.abs(delta) * (4 * SINGLE + 2 * self.of_stats + 2 * of_rows)).sum(axis=(0, 3, 4))
             floors["dsinks"] = _finite_max(of_dsinks + of_weight)
         for name, derivative in self.truth.tensor_derivatives.items():
             array, key = inputs.data.tensors[name], f"tensors[{name!r}]"

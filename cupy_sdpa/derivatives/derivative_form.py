@@ -124,6 +124,8 @@ def _form(
     joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
     if joint:
         score_width = with_mean
+    elif not centered and not value_dim:  # the row of 1 that gives the mean needs a place
+        score_width = rounded_up(head_dim + 1, MULTIPLE)
     if equal:
         score_width = product_width = rounded_up(max(score_width, product_width), 2 * MULTIPLE)
     return DerivativeForm(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
