@@ -33,7 +33,7 @@ CORNERS = {
     "lengths": {"options": {"seq_lens_q": "some_zero", "sinks": "normal", "return_dsinks": True}, "sq": 12, "skv": 12},
     "bias and ALiBi": {"options": {"bias": ("kqh1", "float32", "normal"), "alibi_slopes": "usual"}, "sq": 18, "skv": 18},
     "softcap and ALiBi": {"options": {"softcap": 2.0, "alibi_slopes": "usual"}, "sq": 18, "skv": 18},
-    "a bias that masks rows": {"options": {"bias": ("1qh1", "float16", "inf"), "sinks": "high"}, "sq": 9, "skv": 12},
+    "a bias that masks rows": {"options": {"bias": ("1qh1", "float16", "inf"), "sinks": "normal"}, "sq": 9, "skv": 12},
     "functions": {"options": {"score_mod": ("positions", "float32"), "mask_mod": ("dilated", "")}, "sq": 20, "skv": 21},
     "packed": {"options": {"packed": ("random", "same", 0, 0, 0, "int32"), "causal": "top_left", "window": (6, None, "top_left"),
                            "sinks": "normal"}, "sq": 17, "skv": 17},
