@@ -17,7 +17,7 @@ COMMANDS = {
     "cold_start": "a new process to the end of its first and second call, against PyTorch",
     "host_options": "host time of every option, alone and in a mix, against PyTorch",
     "host_trees": "host time of repeated calls, compared with another checkout",
-    "features": "recent features against what a user would do without them",
+    "features": "features against what a user would do without them",
     "sparse": "block masks against FlexAttention",
     "decode": "decoding with paged keys and values against PyTorch and FlashInfer",
     "fp8": "FP8 against bfloat16 and PyTorch: times, and errors against the number of keys",

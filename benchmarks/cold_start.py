@@ -29,7 +29,7 @@ from . import runner
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("process_ms", "library_ms", "import_ms", "first_ms", "second_ms")
-#: What each process runs: it prints the library's version and the seconds of each part. The blanks are those of ``CONTENDERS``.
+#: What each process runs: it prints the library's version and the seconds of each part. ``CONTENDERS`` fills the blanks.
 PROGRAM = """
 import time
 begin = time.perf_counter()

@@ -14,8 +14,7 @@ from .core.boundary.arguments import read_forward
 from .core.boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
 from .core.boundary.layouts import check_layout, other_layout, takes_default
 from .core.errors import in_words
-from .core.kernels.merge import Parts
-from .core.kernels.merge import merge_parts as merge_groups
+from .core.kernels.merge import Parts, merge_parts
 from .core.kernels.merge_gradients import PartGradient, merge_gradients
 from .core.kernels.ragged import sum_over_scores
 from .core.options.values import read_flag, read_positive
@@ -213,9 +212,9 @@ def merge(
         out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
         rows = cupy_runtime.new_result(like, stats[0].shape, stats[0].dtype) if return_stats else None
         if packed:
-            merge_groups(groups, out[..., None], None if rows is None else rows.T[..., None], sinks)
+            merge_parts(groups, out[..., None], None if rows is None else rows.T[..., None], sinks)
         else:
-            merge_groups(groups, out, rows, sinks)
+            merge_parts(groups, out, rows, sinks)
     return (out, rows) if return_stats else out
 
 
@@ -316,7 +315,7 @@ def _gradients_of_parts(
         wide = np.dtype(np.float64 if like.dtype == np.float64 else np.float32)
         out = cupy_runtime.temporary(like, vectors(like).shape, wide)
         merged = cupy_runtime.temporary(like, rows.shape, rows.dtype)
-        merge_groups(_groups(outs, stats), out, merged, sinks)
+        merge_parts(_groups(outs, stats), out, merged, sinks)
         douts, of_stats = made[: len(outs)], made[len(outs) :]
         parts = [
             PartGradient(vectors(x), of_rows(y), vectors(dx), of_rows(dy))

@@ -1,4 +1,4 @@
-"""Copy blocks of rows, and elements, of an array, and sum copies: CUDA kernels, and the same on numpy arrays."""
+"""Copy blocks of rows or elements of an array, and sum such copies: CUDA kernels, and the same on numpy arrays."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
 
     Args:
         sources: the copies of every block.
-        copies: ``(D, H / groups, BLOCK, n)``, dense.
+        copies: ``(D, H / groups, BLOCK, n)``, dense, with the dtype of ``out``.
         out: ``(D, H, S, B)``, whose first axis is contiguous, written.
     """
     if not cupy_runtime.is_array(out):

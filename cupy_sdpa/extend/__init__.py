@@ -1,9 +1,9 @@
 """The interface of the core: the names with which you write an operation.
 
-:doc:`/extending` writes an operation with them, and has an example of each. The modules of this folder have what only the
-package's own layers need, such as ``kv_cache`` and ``derivatives``: ``calls``, ``options``, ``arrays``, ``functions``,
-``kernels``, ``planning`` and ``cudnn``. The layers import nothing else from the core; any other name of the core, and the names
-of these modules, may change without notice.
+:doc:`/extending` writes an operation with them. Each function and class has an example, or names the one that has it. The
+modules of this folder have what only the package's own layers need, such as ``kv_cache`` and ``derivatives``: ``calls``,
+``options``, ``arrays``, ``functions``, ``kernels``, ``planning`` and ``cudnn``. The layers import nothing else from the core;
+any other name of the core, and the names of these modules, may change without notice.
 
 ========== ===================================================================================================================
 operation  operation, Call, CallKey, call_of, results_of, read_operands, composed

@@ -50,7 +50,7 @@ def shared_prefix_attention(
     """Compute :func:`cupy_sdpa.attention` with a page table for sequences whose first keys are in the same pages.
 
     The queries of all sequences attend to the shared pages together, as if they were one sequence, so the pages are read once.
-    Then each sequence attends to its remaining pages, and the two results are merged (:func:`cupy_sdpa.merge_parts`).
+    Then each sequence attends to its remaining pages, and the two results are merged (:func:`cupy_sdpa.merge`).
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.

@@ -69,7 +69,7 @@ def to_heads(
 
 
 def to_positions(steps: MemberSteps, config: Configuration, made: Views, results: Views, label: str, heads: HeadsOf) -> None:
-    """The inverse of :func:`to_heads`. What several members have of the same heads is added, in the order of the ranks."""
+    """Undo :func:`to_heads`. What several members have of the same heads is added, in the order of the ranks."""
     arrays = [(results[name], x, *_side(config, name)) for name, x in made.items()]
     own, specs = [], []
     for peer in range(config.size):

@@ -43,7 +43,8 @@ class MemberSteps:
 
     def copy(self, target: View, source: View) -> None:
         """Copy an array into another one of the same shape."""
-        self.builder.run(copy_by_rows, target, source, writes=(target,))
+        if target.size:
+            self.builder.run(copy_by_rows, target, source, writes=(target,))
 
     def message(self, specs: Sequence[Spec]) -> Message:
         """Return a message for arrays of these shapes and dtypes."""

@@ -151,7 +151,8 @@ class Selection:
     def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
-            builder.run(copy_by_rows, self._range(target, axis), x, writes=(self._range(target, axis),))
+            if x.size:
+                builder.run(copy_by_rows, self._range(target, axis), x, writes=(self._range(target, axis),))
         else:
             builder.run(put, target, x, builder.constant(self._indices, keep=True), writes=(target,))
 

@@ -280,7 +280,7 @@ def write_log_sum_exp(top: Any, total: Any, stats: Any) -> None:
         with np.errstate(divide="ignore"):
             stats[...] = top + np.log(total)
         return
-    elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
+    elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "write_log_sum_exp")(top, total, stats)
 
 
 def diagonal(made: Any, step: int, lengths_q: Any, lengths_kv: Any) -> None:

@@ -18,7 +18,8 @@ from .axes import COLUMNS, ROWS, MatrixAxes
 class Linear(NamedTuple):
     """The sum ``row i + column j + number + sum(variables)`` for positions i and j.
 
-    A variable has a name and a factor: it is a batch item's length or a number of the caller's function, which the graph lacks.
+    A variable has a name and a factor: it is a batch item's length, or an integer that the caller's function captured, whose
+    value is not in the graph.
     """
 
     row: int

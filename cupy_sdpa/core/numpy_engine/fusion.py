@@ -103,7 +103,7 @@ def exponentials(x: Any, top: Any) -> Any:
 def divide_by_sums(p: Any, total: Any) -> Any:
     """Divide p by its row sums l in place, rows without a key by 1."""
     dtype = p.dtype.name
-    kernel = elementwise(f"{dtype} x, {dtype} l", f"{dtype} y", "y = x / (l == 0 ? 1 : l)", "normalized")
+    kernel = elementwise(f"{dtype} x, {dtype} l", f"{dtype} y", "y = x / (l == 0 ? 1 : l)", "divide_by_sums")
     return kernel(p, total, p)
 
 

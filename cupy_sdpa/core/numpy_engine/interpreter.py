@@ -171,8 +171,9 @@ def _product_arrays(
 ) -> tuple[Array | None, ...]:
     """Return the arrays that a product of ``(batch, heads of b, group, rows, terms, columns)`` writes, and views of them.
 
-    These are the result; a view with stacked heads; the transposed product, and the scaled or transposed left operand, or None;
-    and a view of this operand with separate heads and rows.
+    Returns:
+        The result; a view of it with stacked heads; the transposed product, or None; the scaled or transposed left operand, or
+        None; and a view of this operand with separate heads and rows.
     """
     batch, shared, group, rows, terms, columns = sizes
     result = buffers.empty((batch, shared * group, rows, columns), dtype)
@@ -362,7 +363,7 @@ def _masked(node: Masked, compiler: Compiler) -> Compute:
 
 @functools.lru_cache(8)
 def _hidden(row: int, column: int, most: int, rows: int, columns: int) -> Array:
-    """Return where ``row i + column j > most``: with a causal mask or a window the same for all tiles at the band's edge."""
+    """Return where ``row i + column j > most``. Tiles at the edge of a causal mask or a window share the result."""
     return row * np.arange(rows)[:, None] > most - column * np.arange(columns)
 
 

@@ -79,8 +79,8 @@ class Analysis:
         later: see :class:`.RowBlocks`; ``partial``: the later results that are not sums over the blocks.
         scales: the factors of products, by their results' names.
         inputs: the inputs by name; ``direct``: the inputs that are read without conversion.
-        visible: the conditions on positions that hold wherever a weight is not 0; ``bounds``: the same, None if they have
-            variables or batch items have their own lengths.
+        visible: the conditions on positions that hold wherever a weight is not 0; ``bounds``: these conditions as
+            :class:`.Bound`; None if they depend on variables or on a batch item's lengths.
         shape: batch, heads, rows and columns of the scores; ``group``: how many heads are computed together.
     """
 
@@ -124,7 +124,7 @@ class Analysis:
         self.narrow = _narrow_products(graph)
         self.inputs = {t.name: t for t in graph.by_role("input")}
         self.direct = [n for n, t in self.inputs.items() if t.dtype == graph.compute_dtype and n not in self.packed]
-        #: The conditions and the places of the last evaluation, for a GPU or not and each number of elements of a tile.
+        #: The conditions and the places of the last evaluation, by whether a GPU computes and by the elements of a tile.
         self._places: dict[tuple[bool, int], tuple[tuple[Bound, ...], list[TilePlace]]] = {}
 
     @functools.cached_property

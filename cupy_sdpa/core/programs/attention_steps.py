@@ -121,7 +121,7 @@ def _add_launch(
             inputs = {name: view for name, view in arrays.items() if name != "sinks"}
             _add_launch(steps, name, call, part_of_keys, inputs | own, values)
             parts = [split_steps.whole(own)]
-        split_steps.merge_parts(steps, part, parts, arrays)
+        split_steps.add_merge(steps, part, parts, arrays)
     elif engine == part and not (part.ragged or part.max or may_mask_rows(part)):
         views = {spec.name: arrays[spec.name] for spec in engine.tensors}
         steps.attend_to(name, Attend(engine, views, part, call.given_stats, **values))

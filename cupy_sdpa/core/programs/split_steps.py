@@ -74,7 +74,7 @@ def whole(results: Mapping[str, View]) -> merge.Parts:
     return merge.Parts(results["out"][..., None], results["stats"][..., None])
 
 
-def merge_parts(steps: Steps, problem: Problem, parts: Sequence[merge.Parts], arrays: Mapping[str, View]) -> None:
+def add_merge(steps: Steps, problem: Problem, parts: Sequence[merge.Parts], arrays: Mapping[str, View]) -> None:
     """Add the step that merges the parts of a problem into its results."""
     factors = None
     if problem.fp8:

@@ -236,7 +236,7 @@ class Steps:
             self.run(fill, target, value, writes=(target,))
 
     def add(self, target: View, source: View) -> None:
-        """Add an array to another one; an array of bfloat16 to one of float32."""
+        """Add an array to another one, which may have another dtype."""
         if target.size:
             self.run(add, target, source, writes=(target,))
 
@@ -247,7 +247,7 @@ def fill(target: Any, value: float) -> None:
 
 
 def add(target: Any, source: Any) -> None:
-    """Add an array to another one; on the GPU a kernel of its own adds bfloat16 to float32."""
+    """Add an array to another one; on the GPU, a separate kernel adds bfloat16 to float32."""
     if source.dtype.name == "bfloat16" and target.dtype == np.float32 and cupy_runtime.is_array(source):
         operation = "y += __uint_as_float((unsigned)x << 16)"
         cupy_runtime.elementwise("uint16 x", "float32 y", operation, "add_bfloat16")(source.view(np.uint16).T, target.T)
