@@ -189,6 +189,17 @@ def test_calls_run_as_explained(engine, method):
     run_threads(group.members, member)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_parts_with_sinks_have_a_finite_bias(fake, sinks):
+    """A GPU reads -inf in a bias of one element per query as 0 if there are sinks; the parts of a ring have no sinks."""
+    x, options = fake.zeros((16, 2, 24, 1), np.float16, order="F"), {"bias": fake.zeros((1, 48, 2, 1), np.float32, order="F")}
+    if sinks:
+        options["sinks"] = fake.zeros(2, np.float32)
+    report = context_parallel(Loopback(2).members[0], method="ring").explain(x, x, x, **options)
+    steps = [str(step) for launch in report.launches["backward"] for step in launch.steps]
+    assert any("replace_infinite" in step for step in steps) == sinks, steps
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_a_causal_ring_has_three_shapes(rank):
     """A causal step is one call: causal, all queries with half of the keys, or half of the queries with all keys."""
