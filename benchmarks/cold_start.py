@@ -1,4 +1,4 @@
-"""Cold start: from a new process to the end of its first and second call, beside PyTorch.
+"""Cold start: from a new process to the end of its first and second call, compared with PyTorch.
 
     python -m benchmarks cold_start [--runs N] [results.csv]
 

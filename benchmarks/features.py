@@ -1,4 +1,4 @@
-"""Time, host time and memory of features beside what a user would do without them.
+"""Time, host time and memory of features, compared with what a user would do without them.
 
     python -m benchmarks features [--only NAME ...] [--cpu] [results.csv]
 
