@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 import numpy as np
@@ -37,7 +38,7 @@ GradientsT = TypeVar("GradientsT")
 #: The arguments of the forward pass for results that are created here.
 _OWN_RESULTS = frozenset(("out", "stats"))
 #: The flags of the backward pass by default.
-_NO_OUTPUTS: Mapping[str, Any] = {"deterministic": False, **NO_REQUESTS}
+_NO_OUTPUTS: Mapping[str, Any] = MappingProxyType({"deterministic": False, **NO_REQUESTS})
 
 
 # fmt: off

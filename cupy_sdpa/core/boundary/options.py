@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from ..layout import default_layout
@@ -224,7 +225,7 @@ _REQUEST_NAMES = frozenset(REQUESTS)
 
 
 #: The flags that request gradients if no gradient is requested.
-NO_REQUESTS: Mapping[str, Any] = dict.fromkeys(REQUESTS, False)
+NO_REQUESTS: Mapping[str, Any] = MappingProxyType(dict.fromkeys(REQUESTS, False))
 
 
 def split_requests(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
