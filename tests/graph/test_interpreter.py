@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -352,20 +353,33 @@ def test_tiles_do_not_share_memory():
     assert buffers.empty((size // 8,), np.dtype(np.float64)).ctypes.data == address
 
 
-def test_a_small_tile_has_its_memory_alone():
-    """It is taken until it is given back; a thread keeps that of the latest tiles."""
-    memory = buffers.take("tile")
-    assert buffers.take("tile") is not memory
-    memory["x"] = np.zeros(1)
-    buffers.give("tile", memory)
-    for number in range(buffers.SMALL_TILES - 1):
-        buffers.give(number, buffers.TileMemory())
-    assert buffers.take("tile") is memory
-    assert buffers.take("tile") is not memory
-    buffers.give("tile", memory)
-    for number in range(buffers.SMALL_TILES):
-        buffers.give(-1 - number, buffers.TileMemory())
-    assert not buffers.take("tile")
+def test_a_call_has_its_evaluation_alone():
+    """It is taken until it is given back; a thread keeps the latest ones."""
+    buffers.give("graph", "an evaluation")
+    for number in range(buffers.EVALUATIONS - 1):
+        buffers.give(number, "another")
+    assert buffers.take("graph") == "an evaluation"
+    assert buffers.take("graph") is None
+    buffers.give("graph", "an evaluation")
+    for number in range(buffers.EVALUATIONS):
+        buffers.give(-1 - number, "another")
+    assert buffers.take("graph") is None
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_lens_q": [3, 5], "seq_lens_kv": [6, 2]}])
+def test_a_repeated_small_call_keeps_memory_but_no_array(options):
+    """The next call has the memory of its tiles again, with other arrays; the arrays of the last call are not kept."""
+    arrays = [np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 8, 2))) for n in range(6)]
+    wanted = [both_passes(x, options) for x in arrays]
+    for _ in range(2):
+        for x, results in zip(arrays, wanted, strict=True):
+            for result, want in zip(both_passes(x, options), results, strict=True):
+                np.testing.assert_array_equal(result, want)
+    x = arrays.pop().copy("F")
+    both_passes(x, options)
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None
 
 
 def both_passes(x, options):

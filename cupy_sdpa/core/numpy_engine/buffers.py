@@ -1,4 +1,4 @@
-"""Keep memory in each thread for its next calls: a few large arrays for tiles of any graph, and all results of small tiles.
+"""Keep memory in each thread for its next calls: a few large arrays for tiles of any graph, and evaluations of small graphs.
 
 Without the large arrays, every call would get zeroed pages from the operating system again. With 8 heads of size 64, 128
 positions and batch 4, these page faults took 40 % of the time of a forward and a backward pass.
@@ -23,8 +23,8 @@ TILE_BYTES = "CUPY_SDPA_TILE_BYTES"
 NBYTES = int(os.environ.get(TILE_BYTES, 1 << 20))
 #: The maximum number of buffers of a thread (each at most two tiles large), and the bytes below which arrays are not kept.
 COUNT, SMALLEST = 6, 1 << 16
-#: The maximum number of small tiles whose results a thread keeps, each of at most ``NBYTES``.
-SMALL_TILES = 16
+#: The maximum number of evaluations that a thread keeps, each of a graph whose results take at most ``NBYTES``.
+EVALUATIONS = 16
 
 
 def _references_of_unused() -> int:
@@ -38,7 +38,7 @@ _UNUSED = _references_of_unused()
 
 
 class TileMemory(dict[str, Any]):
-    """The results of a small tile's steps, which the steps of the next such tile overwrite.
+    """The results of a small tile's steps, which the steps of the next tile with the same lengths overwrite.
 
     A step computes ``memory.setdefault(name, np.add(x, y, out=memory.get(name)))``, which allocates only once.
     """
@@ -62,24 +62,24 @@ NO_MEMORY = NoMemory()
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.all: list[NDArray[Any]] = []
-        #: The unused memories of small tiles, the most recently used last.
-        self.small: dict[Hashable, TileMemory] = {}
+        #: The evaluations that no call uses, the most recently used last.
+        self.evaluations: dict[Hashable, Any] = {}
 
 
 _buffers = _Buffers()
 
 
-def take(tile: Hashable) -> TileMemory:
-    """Return the memory of a small tile and remove it from the kept ones until :func:`give` returns it."""
-    return _buffers.small.pop(tile, None) or TileMemory()
+def take(key: Hashable) -> Any:
+    """Return the kept evaluation with this key, or None; it is not kept any more until :func:`give` returns it."""
+    return _buffers.evaluations.pop(key, None)
 
 
-def give(tile: Hashable, memory: TileMemory) -> None:
-    """Keep the memory of a small tile for the next such tile."""
-    small = _buffers.small
-    small[tile] = memory
-    if len(small) > SMALL_TILES:
-        del small[next(iter(small))]
+def give(key: Hashable, evaluation: Any) -> None:
+    """Keep an evaluation for the next call with this key."""
+    kept = _buffers.evaluations
+    kept[key] = evaluation
+    if len(kept) > EVALUATIONS:
+        del kept[next(iter(kept))]
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

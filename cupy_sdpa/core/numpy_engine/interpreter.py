@@ -34,14 +34,14 @@ from ..graph.nodes import (
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_array import erf, philox
 from ..score_fn.modes import CONDITIONS, MODES
-from . import buffers
+from . import buffers, tiles
 from .axes import COLUMNS, ROWS
 from .bands import Masked
 from .buffers import TileMemory
 from .fusion import Fused, divide_by_sums, exponentials, log_sum_exp
 from .row_check import Checked, RowCheck, checked
 from .steps import Compiler, Compute, steps_of
-from .tiles import Evaluation, Tile
+from .tiles import Analysis, Evaluation, Tile, analyze
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -66,21 +66,22 @@ def evaluate(
     Raises:
         ValueError: ``check`` found that the inputs of a backward pass are wrong; results may have been written.
     """
-    run = Evaluation(graph, arrays, scalars, exact, check)
-    keeps = run.analysis.is_small and run.xp is np
-    for tile in run.tiles():
-        sizes = (run.analysis, exact, tile.lengths)
-        if keeps:
-            tile.memory = buffers.take(sizes)
-        values = tile.values
-        for compute, name, unread in steps_of(run, tile, COMPILER_RULES):
+    analysis: Analysis = graph.notes.get("analysis") or analyze(graph)
+    keeps = analysis.is_small and type(arrays[analysis.views[0][0]]) is np.ndarray
+    key = analysis, exact, check and check.whole, tiles.TILE_ELEMENTS
+    run = (buffers.take(key) if keeps else None) or Evaluation(graph, exact, keeps=keeps)
+    run.begin(arrays, scalars, check)
+    for tile in run.only or run.tiles():
+        values, steps = tile.values, tile.steps or steps_of(run, tile, COMPILER_RULES)
+        for compute, name, unread in steps:
             values[name] = compute(tile)
             for other in unread:
                 del values[other]
-        if keeps:
-            buffers.give(sizes, tile.memory)
     for name, total in run.totals.items():
         run.views[name][...] = total
+    if keeps:
+        run.end()
+        buffers.give(key, run)
 
 
 def _matmul(node: Matmul, compiler: Compiler) -> Compute:

@@ -52,6 +52,7 @@ def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[A
         for node, last_reads in last_reads_of([n for n in nodes if tile.last or n.out.name not in run.analysis.partial]):
             compiler.add(node, last_reads, rules[type(node)])
         found = run.analysis.steps[key] = compiler.steps
+    tile.steps = found
     return found
 
 

@@ -181,10 +181,13 @@ def analyze(graph: Graph) -> Analysis:
 
 
 class Evaluation:
-    """One evaluation of a graph: the state that all tiles share. :func:`.evaluate` and :class:`Analysis` describe the arguments
-    and the other attributes.
+    """The evaluation of a graph: the state that all tiles share. :func:`.evaluate` and :class:`Analysis` describe the arguments
+    and the other attributes. A thread keeps the evaluations of small graphs: they begin again with the arrays of the next call.
 
     Attributes:
+        keeps: True if the thread keeps it after the call.
+        only: the tile, if every call has this one, which is the whole graph.
+        memories, earlier: the memory of the tiles of this call and of the last one, by :attr:`TilePlace.lengths`.
         xp: the arrays' module, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
         dtype: the dtype of intermediate results.
@@ -192,34 +195,63 @@ class Evaluation:
         totals, largest: the sums over tiles and the largest magnitudes so far, by the result's name.
     """
 
-    def __init__(
-        self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool, check: Any
-    ) -> None:
-        analysis: Analysis = graph.notes.get("analysis") or analyze(graph)
-        self.analysis = analysis
-        self.exact, self.check = exact, check
+    def __init__(self, graph: Graph, exact: bool, *, keeps: bool) -> None:
+        self.analysis = analysis = analyze(graph)
+        self.exact, self.keeps = exact, keeps
         self.heads = analysis.shape[1]
-        self.views = dict(analysis.constants) if analysis.constants else {}
+        self.later = analysis.later
+        self.dtype_name = "float64" if exact else graph.compute_dtype
+        self.dtype = _DTYPES[self.dtype_name]
+        self.direct = () if exact and graph.compute_dtype != "float64" else analysis.direct
+        self.only: tuple[Tile, ...] = ()
+        self.memories: dict[tuple[int, ...], buffers.TileMemory] = {}
+        self.views: dict[str, Array] = {}
+        self.scalars: dict[str, Any] = {}
+        self.row_sums: dict[str, Array] = {}
+        self.totals: dict[str, Array] = {}
+        self.largest: dict[str, Any] = {}
+
+    def begin(self, arrays: Mapping[str, Array], scalars: Mapping[str, float], check: Any) -> None:
+        """Begin a call with these arrays, scalars and checks."""
+        analysis, views = self.analysis, self.views
+        self.check = check
         self.xp: Any = np
+        if analysis.constants:
+            views.update(analysis.constants)
         for name, axes, new_axes in analysis.views:
             array = arrays[name]
             if type(array) is not np.ndarray:
                 array = on_host(array) if name in analysis.on_host else plain(array)
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
-            self.views[name] = view[new_axes] if new_axes else view
-        self.later = analysis.later
-        self.row_sums: dict[str, Array] = {}
-        self.scalars: dict[str, Any] = {}
+            views[name] = view[new_axes] if new_axes else view
         for t in analysis.scalars:
             self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
-        self.dtype_name = "float64" if exact else graph.compute_dtype
-        self.dtype = _DTYPES[self.dtype_name]
-        self.direct = () if exact and graph.compute_dtype != "float64" else analysis.direct
-        self.totals: dict[str, Array] = {}
         for name, shape in analysis.sums.items():
             self.totals[name] = self.xp.zeros(shape, self.dtype)
-        self.largest: dict[str, Any] = {}
+        self.largest.clear()
+        for tile in self.only:
+            tile.values.update(self.scalars)
+            for name in self.direct:
+                tile.values[name] = views[name]
+        if not self.only:
+            self.earlier, self.memories = self.memories, {}
+
+    def end(self) -> None:
+        """End a call: forget its arrays."""
+        self.views.clear()
+        self.check = None
+        for tile in self.only:
+            tile.values.clear()
+            tile.cache.clear()
+
+    def memory(self, place: TilePlace) -> buffers.TileMemory:
+        """Return the memory of a tile, which the tiles of this call and of the next one with the same lengths share."""
+        if not self.keeps:
+            return buffers.NO_MEMORY
+        if place.lengths not in self.memories:
+            self.memories[place.lengths] = self.earlier.get(place.lengths, buffers.TileMemory())
+        return self.memories[place.lengths]
 
     def tiles(self) -> Iterator[Tile]:
         """Yield all tiles, in the order of batch items, heads and rows."""
@@ -231,7 +263,10 @@ class Evaluation:
         for place in self._places_by_entry() if bounds is None else analysis.places(bounds, on_gpu=self.xp is not np):
             if place.rows.start == 0:
                 cache = {}  # these heads' keys and values: the same for every block of queries
-            yield Tile(self, place, cache)
+            tile = Tile(self, place, cache)
+            if self.keeps and place.is_whole and analysis.bounds is not None:
+                self.only = (tile,)
+            yield tile
 
     def _places_by_entry(self) -> Iterator[TilePlace]:
         """Yield the places of all tiles, with each batch item's lengths."""
@@ -259,18 +294,20 @@ class Tile:
         cache: the values of tensors without rows, which all tiles of the heads share.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
         memory: the arrays that the steps of an earlier tile of the same size wrote; see :class:`.buffers.TileMemory`.
+        steps: see :func:`.steps.steps_of`, which sets them.
     """
 
     __slots__ = (
         "all_columns", "all_rows", "batch", "cache", "columns", "heads", "is_whole", "last", "lengths", "memory", "rows", "run",
-        "values",
+        "steps", "values",
     )  # fmt: skip
 
     def __init__(self, run: Evaluation, place: TilePlace, cache: dict[str, Array]) -> None:
         self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns = place[:6]
         self.last, self.is_whole, self.lengths = place[6:]
-        self.run, self.cache = run, cache
-        self.memory: buffers.TileMemory = buffers.NO_MEMORY
+        self.run, self.memory = run, run.memory(place)
+        self.steps: list[Any] = []
+        self.cache = cache
         self.values: dict[str, Any] = {**run.scalars}
         if self.is_whole:
             for name in run.direct:
