@@ -108,6 +108,16 @@ def test_the_scale_of_the_output(paged, engine):
     np.testing.assert_allclose(engine.get(amax), np.abs(truth).max(), rtol=1.5 * ERROR[E4M3])
 
 
+@ENGINES
+def test_the_largest_output_is_of_this_call(engine):
+    """Not of an earlier call with the same shapes."""
+    (q, k, v), values = inputs(32, 48, skv=128)
+    arrays = [moved(engine, x) for x in (q, k, v, fp8.quantize(0 * values[2]))]
+    for v in (arrays[2], arrays[3]):
+        _, amax = fp8.attention(*arrays[:2], v, return_amax=True)
+    assert engine.get(amax) == 0
+
+
 def test_an_output_in_16_bits_is_not_rounded_to_fp8():
     """On the CPU; and the error does not depend on the number of keys: small weights keep their bits."""
     found = []

@@ -366,7 +366,9 @@ def test_a_call_has_its_evaluation_alone():
     assert buffers.take("graph") is None
 
 
-@pytest.mark.parametrize("options", [{}, {"seq_lens_q": [3, 5], "seq_lens_kv": [6, 2]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"seq_lens_q": [3, 5], "seq_lens_kv": [6, 2]}, {"bias": np.ones((8, 8, 1, 1), order="F")}]
+)
 def test_a_repeated_small_call_keeps_memory_but_no_array(options):
     """The next call has the memory of its tiles again, with other arrays; the arrays of the last call are not kept."""
     arrays = [np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 8, 2))) for n in range(6)]
@@ -385,7 +387,7 @@ def test_a_repeated_small_call_keeps_memory_but_no_array(options):
 def both_passes(x, options):
     """The results of both passes."""
     out, stats = attention(x, x, x, return_stats=True, **options)
-    return [out, stats, *attention_backward(out, x, x, x, out, stats, **options)]
+    return [out, stats, *attention_backward(out, x, x, x, out, stats, return_dbias="bias" in options, **options)]
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "function"])
