@@ -24,7 +24,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import ROW_STATS, Problem, in_own_layout
+from ..extend.arrays import ROW_STATS, Problem
 from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
 from ..extend.options import Options, check_converted, check_names, kept_options
 from ..extend.planning import problems_of, views_of_shapes
@@ -223,8 +223,7 @@ def jvp_problems(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     check_names({**options, "block_mask": None})
-    arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, own = views_of_shapes(**arrays, options=options, dtype=dtype)
+    views, own = views_of_shapes(q, k, v, options, dtype=dtype)
     views |= {name: views[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
     return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))

@@ -12,6 +12,7 @@ import numpy as np
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import (
     Array,
+    Axes,
     Builder,
     Call,
     CallKey,
@@ -28,7 +29,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import SCORE_INPUTS, Problem, convert, library_of, other_layout
+from ..extend.arrays import SCORE_INPUTS, Problem, convert, library_of
 from ..extend.calls import ReadCall, read, read_forward
 from ..extend.functions import FUNCTIONS, Access, Recorded, relocated
 from ..extend.options import OPTIONS, Band, Options, ReadOptions, check_names, kept_options, refused_by
@@ -136,8 +137,8 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
+    _refuse("weight_sums", options)
     views, own = views_of_shapes(q, k, k, options, dtype=dtype)
-    _refuse("weight_sums", own)
     return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
 
 
@@ -213,7 +214,7 @@ def _refuse(name: str, options: Mapping[str, Any]) -> None:
     refused = refused_by(name)
     for option, value in options.items():
         instead = refused.get(option)
-        if instead and OPTIONS[option].is_passed(value) and (option != "layout" or other_layout(options)):
+        if instead and OPTIONS[option].is_passed(value) and (option != "layout" or Axes(value).layout):
             raise Unsupported(f"{name} is not supported with {option}: {instead}")
 
 

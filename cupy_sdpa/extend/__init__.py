@@ -9,7 +9,7 @@ any other name of the core, and the names of these modules, may change without n
 operation  operation, Call, CallKey, call_of, results_of, read_operands, composed
 steps      Builder, View, Check, Constant
 options    takes_options, read_count, read_flag, read_positive, is_one_of
-arrays     Array, ArrayT, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
+arrays     Array, ArrayT, Axes, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
            row_stats_dtype, row_stats_shape
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
 merging    Parts, merge_parts
@@ -20,6 +20,7 @@ messages   Unsupported, in_words, with_title
 from ..core._html import with_title
 from ..core._typing import Array, ArrayT
 from ..core.boundary.argument import arrays_on_gpu, as_int32, check_arrays, read_array
+from ..core.boundary.axes import Axes
 from ..core.boundary.options import takes_options
 from ..core.errors import Unsupported, in_words
 from ..core.kernels.merge import Parts, merge_parts
@@ -40,6 +41,7 @@ __all__ = [
     "TYPES",
     "Array",
     "ArrayT",
+    "Axes",
     "Builder",
     "Call",
     "CallKey",

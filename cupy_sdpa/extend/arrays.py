@@ -6,8 +6,7 @@ names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_
 dtypes        ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, FloatDtype, rounded, storage_dtype
 problems      Problem, TensorSpec, NoArray, expected_arrays, spec_of, device_of
 checks        check_counts, check_lengths, check_offsets, check_strides_of, stride_obstacle, shares_memory
-layouts       Layout, default_layout, check_layout, other_layout, from_own, has_own_axes, in_own_layout, of_caller,
-              takes_default, to_own, convert, needs_conversion
+layouts       Layout, default_layout, has_own_axes, takes_default, convert, needs_conversion
 libraries     Library, is_on_gpu, library_of
 engine="cupy" InterpretedArray, plain, as_strided, interpreted
 ============= ================================================================================================================
@@ -20,15 +19,9 @@ from ..core.boundary.conversion import OUTPUTS, convert, needs_conversion
 from ..core.boundary.engine import interpreted
 from ..core.boundary.layouts import (
     VECTORS,
-    check_layout,
     check_strides_of,
-    from_own,
     has_own_axes,
-    in_own_layout,
-    of_caller,
-    other_layout,
     takes_default,
-    to_own,
 )
 from ..core.boundary.libraries import Library, is_on_gpu, library_of
 from ..core.layout import default_layout
@@ -73,7 +66,6 @@ __all__ = [
     "TensorSpec",
     "as_strided",
     "check_counts",
-    "check_layout",
     "check_lengths",
     "check_offsets",
     "check_strides_of",
@@ -81,15 +73,11 @@ __all__ = [
     "default_layout",
     "device_of",
     "expected_arrays",
-    "from_own",
     "has_own_axes",
-    "in_own_layout",
     "interpreted",
     "is_on_gpu",
     "library_of",
     "needs_conversion",
-    "of_caller",
-    "other_layout",
     "plain",
     "rounded",
     "shares_memory",
@@ -98,5 +86,4 @@ __all__ = [
     "stride_obstacle",
     "takes_default",
     "tensor_name",
-    "to_own",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import (
     Array,
+    Axes,
     Call,
     CallKey,
     Unsupported,
@@ -25,7 +26,7 @@ from ..extend import (
     results_of,
     takes_options,
 )
-from ..extend.arrays import OUTPUTS, default_layout, device_of, other_layout, storage_dtype
+from ..extend.arrays import OUTPUTS, default_layout, device_of, storage_dtype
 from ..extend.calls import ReadCall, passes, read_backward
 from ..extend.options import Options, check_names, kept_options, special_call
 from ..extend.planning import writes_16_bits
@@ -377,7 +378,7 @@ def _has_dropout(options: Mapping[str, Any]) -> bool:
 
 def _check_axes(arrays: Mapping[str, Fp8Array], options: Mapping[str, Any]) -> None:
     """Check that the rotated axis is head_dim, which is the last axis of every layout in C order."""
-    layout = other_layout(options)
+    layout = Axes(options.get("layout")).layout
     for name, x in arrays.items():
         head_dim = x.ndim - 1 if layout else 0
         if x.axis != head_dim:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..extend import (
     Array,
+    Axes,
     Builder,
     Call,
     CallKey,
@@ -30,15 +31,10 @@ from ..extend.arrays import (
     FP8_LARGEST,
     Layout,
     check_counts,
-    check_layout,
     check_strides_of,
     device_of,
-    from_own,
-    of_caller,
-    other_layout,
     storage_dtype,
     takes_default,
-    to_own,
 )
 from ..extend.calls import ReadCall
 from . import fp8_kernels
@@ -356,13 +352,10 @@ class DelayedScaling:
 
 def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], layout: str) -> list[Fp8Array]:
     """Convert arrays of a layout; the results are views with its axes, of which head_dim is the last in C order."""
-    check_layout(layout)
-    given, other = dict(zip(_NAMES, arrays, strict=False)), other_layout({"layout": layout})
-    with of_caller(layout, {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}):
-        if other is None:
-            return convert(*arrays)
-        found = convert(*(to_own(name, x, other) for name, x in given.items()))
-    return [from_own(name, x, other) for name, x in zip(given, found, strict=True)]
+    axes = Axes(layout)
+    with axes.context():
+        made = convert(*(axes.array(name, x) for name, x in zip(_NAMES, arrays, strict=False)))
+    return [axes.result(name, x) for name, x in zip(_NAMES, made, strict=False)]
 
 
 def check_type(name: str, x: Any) -> None:

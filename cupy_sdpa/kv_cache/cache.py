@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..extend import Array, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_positive, with_title
-from ..extend.arrays import (
-    FLOAT_DTYPES,
-    FP8_LARGEST,
-    FloatDtype,
-    Layout,
-    check_layout,
-    default_layout,
-    from_own,
-    other_layout,
-    storage_dtype,
-    to_own,
-)
+from ..extend import Array, Axes, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_positive, with_title
+from ..extend.arrays import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, Layout, storage_dtype, takes_default
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, refuse_names, tokens_of
 from .cache_sequences import CacheSequences
@@ -99,6 +88,7 @@ class KVCache(CacheSequences):
     #: The end of the error message of a call that takes the cache for an array.
     _not_an_array = "pass **cache.view(layer) instead of k and v, for example attention(q, **cache.view(0))"
 
+    @takes_default
     def __init__(
         self,
         head_dim: int,
@@ -117,10 +107,9 @@ class KVCache(CacheSequences):
         numpy: bool = False,
         layout: Layout | None = None,
     ) -> None:
-        check_layout(layout)
+        self.layout = Axes(layout).layout
         if layout == "thd":
             raise ValueError("layout is 'thd', which is for packed tokens only; pass 'bshd', whose packed tokens are 'thd'")
-        self.layout = other_layout({"layout": default_layout() if layout is None else layout})
         self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
         self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
         self.pages, self.batch = read_positive("pages", pages), read_positive("batch", batch)
@@ -314,7 +303,7 @@ class KVCache(CacheSequences):
     def _arrays(self, layers: list[Any], side: int, layer: int, layout: str | None) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
         pages = self._fp8.array(pages, side, layer) if self._fp8 else pages
-        return pages if layout is None else from_own("kv"[side], pages, layout)
+        return pages if layout is None else Axes(layout).result("kv"[side], pages)
 
     @refuse_names
     def begin_step(self, seq_lens_q: int | Sequence[int] | NDArray[Any] = 1) -> None:
@@ -385,9 +374,8 @@ class KVCache(CacheSequences):
         array([2, 3], dtype=int32)
         """
         layer = index(layer, self.layers, "layer")
-        if self.layout is not None:
-            letters = "thd" if getattr(k, "ndim", 0) == 3 else self.layout
-            k, v = to_own("k", k, letters), to_own("v", v, letters)
+        axes = Axes("thd" if self.layout and getattr(k, "ndim", 0) == 3 else self.layout)
+        k, v = axes.array("k", k), axes.array("v", v)
         keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
         dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
         check_new_tokens(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
@@ -402,7 +390,7 @@ class KVCache(CacheSequences):
                 raise ValueError(
                     "positions are passed without rope=, which would rotate by them: pass rope=, or omit positions="
                 )
-            positions = read_positions(positions, k, reverse=self.layout is not None)
+            positions = read_positions(positions, k, axes)
         self._recover()
         capturing, step = self._capturing(), self._step
         begun = self._check_layer(layer, capturing)

@@ -12,6 +12,7 @@ import numpy as np
 from ..extend import (
     Array,
     ArrayT,
+    Axes,
     Expected,
     arrays_on_gpu,
     as_int32,
@@ -26,14 +27,10 @@ from ..extend.arrays import (
     Layout,
     TensorSpec,
     check_counts,
-    check_layout,
     check_offsets,
-    from_own,
-    other_layout,
     spec_of,
     stride_obstacle,
     takes_default,
-    to_own,
 )
 from ..extend.options import as_float
 from . import rope_kernel as kernels
@@ -265,16 +262,16 @@ def apply_rope(
     >>> bool(np.allclose(out, attention(rotated, apply_rope(k, rope), v), atol=1e-6))
     True
     """
-    check_layout(layout)
+    axes = Axes(layout)
     if positions is not None:
         if start is not None:
             raise ValueError("positions and start are both passed; positions are of all tokens: omit start=")
         seq_lens_q = seq_lens_kv = cu_seqlens_q = max_seqlen_q = None
     given: dict[str, Any] = {"start": start, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q, "cu_seqlens_q": cu_seqlens_q}
-    if other := other_layout({"layout": layout}):
-        own = to_own("q", x, other)
-        given["positions"] = in_own_axes(positions)
-        return from_own("q", apply_rope(own, rope, **given, max_seqlen_q=max_seqlen_q), other)  # type: ignore[no-any-return]
+    if axes.layout:
+        given["positions"] = axes.array("positions", as_int32("positions", positions))
+        own = apply_rope(axes.array("q", x), rope, **given, max_seqlen_q=max_seqlen_q)
+        return axes.result("q", own)  # type: ignore[no-any-return]
     given = {name: as_int32(name, value) for name, value in (given | {"positions": positions}).items()}
     start, seq_lens_kv, seq_lens_q, cu_seqlens_q, positions = given.values()
     if start is not None and seq_lens_kv is not None:
@@ -341,15 +338,9 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
             check_arrays([Expected(name, (batch,), "int32", "(B,)")], {name: other})
 
 
-def in_own_axes(positions: Any) -> Any:
-    """Positions ``(B, S)``, as passed with arrays in C order, as ``(S, B)``."""
-    positions = as_int32("positions", positions)
-    return getattr(positions, "T", positions)
-
-
-def read_positions(positions: Any, x: Any, *, reverse: bool) -> Any:
+def read_positions(positions: Any, x: Any, axes: Axes) -> Any:
     """Return the positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
-    found = in_own_axes(positions) if reverse else as_int32("positions", positions)
+    found = axes.array("positions", as_int32("positions", positions))
     arrays_on_gpu({"k": x, "positions": read_array("positions", found)})
     _check_positions(found, x.shape)
     return found

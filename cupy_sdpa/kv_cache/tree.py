@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Array, Expected, as_int32, check_arrays, cupy_runtime, in_words, read_array
-from ..extend.arrays import check_layout, in_own_layout, other_layout, takes_default
+from ..extend import Array, Axes, Expected, as_int32, check_arrays, cupy_runtime, in_words, read_array
+from ..extend.arrays import takes_default
 from ..fp8.array import Fp8Array
 from ..zoo import tree
 from .cache_lengths import cache_of
@@ -85,10 +85,9 @@ def tree_mask(
     cache = cache_of(seq_lens_kv)
     if cache is not None:
         cache._check_appended("tree_mask")
-    arrays, options = in_own_layout(
-        {"k": k.data if isinstance(k, Fp8Array) else k}, {"page_table": page_table, "layout": layout}
-    )
-    like, page_table = arrays["k"], as_int32("page_table", options["page_table"])
+    axes = Axes(layout)
+    like = axes.array("k", k.data if isinstance(k, Fp8Array) else k)
+    page_table = as_int32("page_table", axes.option("page_table", page_table))
     shape = read_array("k", like).shape
     if len(shape) != 4:
         raise ValueError(f"k has shape {shape}; it must be (D, Hkv, Skv, B), or with page_table (D, Hkv, page size, pages)")
@@ -100,9 +99,9 @@ def tree_mask(
     wanted = [Expected("page_table", (keys // max(shape[2], 1), batch), "int32", "(P, B)")]
     wanted += [Expected(name, (batch,), "int32", "(B,)") for name in ("seq_lens_kv", "seq_lens_q")]
     check_arrays(wanted, {"k": like, "page_table": page_table, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q})
-    on_gpu, reverse = cupy_runtime.is_array(like), other_layout({"layout": layout}) is not None
+    on_gpu = cupy_runtime.is_array(like)
     with cupy_runtime.device_context(like):
-        trees = _parents(parents, batch, on_gpu, reverse=reverse)
+        trees = _parents(parents, batch, on_gpu, axes)
         if max_seqlen_q is not None and max_seqlen_q > trees.shape[0]:
             raise ValueError(
                 f"max_seqlen_q is {max_seqlen_q}, the tokens of the last append, but the tree has {trees.shape[0]}: make the "
@@ -114,7 +113,7 @@ def tree_mask(
     tensors = {f"tree_{name}": x for name, x in found._asdict().items()}
     more = {} if seq_lens_q is None or max_seqlen_q is not None else {"seq_lens_q": seq_lens_q}
     mask = {"mask_mod": tree, "tensors": tensors, **more}
-    return _TreeMask(mask, cache, functools.partial(_depths, trees, reverse=reverse))
+    return _TreeMask(mask, cache, functools.partial(_depths, trees, axes))
 
 
 class _TreeMask(dict[str, Any]):
@@ -180,28 +179,25 @@ def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) ->
     >>> cache.append(k, k, rope=rope, positions=positions)
     >>> rotated = cupy_sdpa.apply_rope(q, rope, positions=positions)
     """
-    check_layout(layout)
-    on_device = cupy_runtime.is_array(parents)
-    reverse = other_layout({"layout": layout}) is not None
+    axes, on_device = Axes(layout), cupy_runtime.is_array(parents)
     with cupy_runtime.device_context(parents) if on_device else contextlib.nullcontext():
-        return _depths(_parents(parents, None, on_device, reverse=reverse), reverse=reverse)
+        return _depths(_parents(parents, None, on_device, axes), axes)
 
 
-def _depths(parents: Any, *, reverse: bool) -> Any:
-    """Return the depths of the tokens from parents ``(Sq, B)`` or ``(Sq, 1)``, in the memory of these."""
+def _depths(parents: Any, axes: Axes) -> Any:
+    """Return the depths of the tokens with the caller's axes, from parents ``(Sq, B)`` or ``(Sq, 1)``, in their memory."""
     with cupy_runtime.device_context(parents):
         found = cupy_runtime.new_result(parents, parents.shape, np.dtype(np.int32))
         fill_depths(parents, found)
-    return found.T if reverse else found
+    return axes.result("depths", found)
 
 
-def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> Any:
+def _parents(given: Any, batch: int | None, on_gpu: bool, axes: Axes) -> Any:
     """Return the parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are; with any B if ``batch`` is None."""
     on_device = cupy_runtime.is_array(given)
     if on_device and not on_gpu:
         raise TypeError("parents is a CuPy array, but k is a numpy array; pass parents.get()")
-    array = given if on_device else np.asarray(given)
-    array = array.T if reverse else array
+    array = axes.array("parents", given if on_device else np.asarray(given))
     if batch is None:
         batch = array.shape[-1] if array.ndim > (2 if array.dtype == bool else 1) else 1
     if array.dtype == bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, CallKey, Check, View, composed, cupy_runtime, row_stats_shape
-from ..extend.arrays import LENGTHS, check_lengths, of_caller
+from ..extend import Axes, Builder, CallKey, Check, View, composed, cupy_runtime, row_stats_shape
+from ..extend.arrays import LENGTHS, check_lengths
 from ..extend.calls import Operands, Program, ReadCall, passes
 from ..extend.options import ReadOptions
 from .channel import Channel
@@ -73,7 +73,7 @@ class Member:
         own, finish = passes.in_dtype(builder, views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
-        with of_caller("dhsb", {}):  # parts of the options of the whole call
+        with Axes("dhsb").context():  # parts of the options of the whole call
             (_alone if config.size == 1 else build)(steps, config, own, options, **given)
         if of.return_dsinks:
             _sink_gradients(steps, config, own, options["sinks"])

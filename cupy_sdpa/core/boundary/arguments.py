@@ -21,6 +21,7 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from . import layouts, user_functions
 from .argument import check_separate, read_arrays, spec_of, tensor_name
+from .axes import Axes
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names
 from .read_options import ReadOptions, check_option_names, read_options
@@ -289,8 +290,7 @@ def read_shapes(
     ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
     check_names(options)
-    own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, given = views_of_shapes(**own, options=options, dtype=dtype)
+    views, given = views_of_shapes(q, k, v, options, dtype=dtype)
     given["layout"] = "dhsb"  # arrays may have any strides
     _check_return_stats(return_stats)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
@@ -304,13 +304,18 @@ def read_shapes(
 def views_of_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None
 ) -> tuple[dict[str, View], dict[str, Any]]:
-    """Return views on a GPU for arrays or shapes (as dense arrays): q, k and v, and the options with views for arrays."""
+    """Return views on a GPU for arrays or shapes (as dense arrays): q, k and v, and the options with views for arrays.
+
+    The views have the package's axes, and the options no ``layout``.
+    """
     user_functions.check_tensors(options)
+    axes = Axes(options.get("layout"))
+    options = {name: axes.option(name, value) for name, value in options.items() if name != "layout"}
 
     def view(spec: TensorSpec) -> View:
         return View(Storage(spec.name, spec.alignment, 0), numpy_dtype(spec.dtype), spec.shape, spec.strides)
 
-    specs = [_spec_of_shape(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
+    specs = [_spec_of_shape(name, axes.array(name, x), dtype) for name, x in (("q", q), ("k", k), ("v", v))]
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     given |= {name: view(spec) for name, spec in _specs_of_options(options, specs[0]).items()}
     if tensors := options.get("tensors"):

@@ -11,39 +11,62 @@ from . import layouts
 
 
 class Axes:
-    """The caller's axes, from the option ``layout``, and without a batch axis if q has no batch axis."""
+    """The caller's axes, from the option ``layout``. A function with this option that is no operation permutes its arrays.
 
-    def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
-        self._named: str | None = options.get("layout")
-        layouts.check_layout(self._named)
-        self._layout = layouts.other_layout(options)
-        self._is_unbatched = layouts.is_unbatched(q, options)
-        self._bias_axes: int | None = getattr(options.get("bias"), "ndim", None)
+    Attributes:
+        layout: the layout if it is in C order, such as ``"bshd"``; None for the package's axes, so that nothing is permuted.
+
+    Raises:
+        ValueError: there is no such layout.
+
+    >>> import numpy as np
+    >>> axes = Axes("bshd")
+    >>> x = axes.array("q", np.zeros((2, 5, 3, 8)))
+    >>> x.shape, axes.result("out", x).shape
+    ((8, 3, 5, 2), (2, 5, 3, 8))
+    """
+
+    def __init__(self, layout: str | None) -> None:
+        layouts.check_layout(layout)
+        self.layout = layouts.other_layout({"layout": layout})
+        self._named, self._is_unbatched = layout, False
+        self._bias_axes: int | None = None
         #: The shapes of the caller's arrays, for messages.
-        self._shapes = layouts.shapes_of({"q": q}, options)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @classmethod
+    def of_call(cls, q: Any, options: Mapping[str, Any]) -> Axes:
+        """Return the axes of a call, which has no batch axes if q has none."""
+        axes = cls(options.get("layout"))
+        axes._is_unbatched = layouts.is_unbatched(q, options)
+        axes._bias_axes = getattr(options.get("bias"), "ndim", None)
+        axes._shapes |= layouts.shapes_of({"q": q}, options)
+        return axes
 
     def context(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which errors show the caller's axes."""
+        """Return a context in which errors show the caller's axes, and arrays may have any strides if the layout is named."""
         return layouts.of_caller(self._named, self._shapes, unbatched=self._is_unbatched)
 
     def array(self, name: str, array: Any) -> Any:
-        """Return an array of the call with the package's axes."""
+        """Return an array with the package's axes. It has a head dim if its name is ``q``, ``k``, ``v`` or that of a result."""
+        if self.layout is None and not self._is_unbatched:
+            return array
         self._shapes |= layouts.shapes_of({name: array}, {})
         if self._is_unbatched:
-            array = layouts.with_batch(name, array, self._layout)
-        return array if self._layout is None else layouts.to_own(name, array, self._layout)
+            array = layouts.with_batch(name, array, self.layout)
+        return array if self.layout is None else layouts.to_own(name, array, self.layout)
 
     def option(self, name: str, value: Any) -> Any:
         """Return the value of an option with the package's axes."""
         if self._is_unbatched and name in SCORE_INPUTS:
-            value = layouts.with_batch(name, value, self._layout)
-        return value if self._layout is None else layouts.option_to_own(name, value, self._layout)
+            value = layouts.with_batch(name, value, self.layout)
+        return value if self.layout is None else layouts.option_to_own(name, value, self.layout)
 
     def result(self, name: str, array: Any) -> Any:
         """Return a result with the caller's axes."""
-        if self._layout is not None:
-            array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
+        if self.layout is not None:
+            array = layouts.from_own(name, array, self.layout, self._bias_axes if name == "dbias" else None)
         if self._is_unbatched:
-            unchanged = name != "dbias" or self._layout is not None or self._bias_axes != 3
-            array = layouts.without_batch(name, array, self._layout) if unchanged else array[..., 0]
+            unchanged = name != "dbias" or self.layout is not None or self._bias_axes != 3
+            array = layouts.without_batch(name, array, self.layout) if unchanged else array[..., 0]
         return array

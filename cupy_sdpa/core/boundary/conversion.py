@@ -51,7 +51,7 @@ class Conversion:
     """
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
-        self._axes = Axes(q, options)
+        self._axes = Axes.of_call(q, options)
         self._sharing = Sharing(q, options.get("engine"))
         with self._sharing.stream_of(q):
             self.options = {

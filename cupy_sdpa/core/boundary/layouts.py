@@ -169,16 +169,6 @@ def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any
     return found if axes is None else found[(0,) * (found.ndim - axes)]
 
 
-def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays or shapes in the layout of this package, and the options without ``layout``."""
-    check_layout(options.get("layout"))
-    own, rest, layout = {**arrays}, {name: value for name, value in options.items() if name != "layout"}, other_layout(options)
-    if layout:
-        own = {name: to_own(name, x, layout) for name, x in own.items()}
-        rest = {name: option_to_own(name, value, layout) for name, value in rest.items()}
-    return own, rest
-
-
 def option_to_own(name: str, value: Any, layout: str) -> Any:
     """Return an option in the layout of this package."""
     if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):

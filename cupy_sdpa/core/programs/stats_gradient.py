@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..boundary.arguments import views_of_shapes
-from ..boundary.layouts import in_own_layout
 from ..kernels.concatenation import Concatenation, Filler, concatenate
 from ..kernels.ragged import sum_over_scores
 from ..kernels.stats_gradient import ROWS, append_stats_gradient
@@ -120,8 +119,7 @@ def wide_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
 ) -> tuple[View, View, View, dict[str, Any]]:
     """Return q, k and v (arrays, or shapes with a dtype) as views with the rows of dL, and the options without a layout."""
-    own, options = in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, options = views_of_shapes(**own, options=options, dtype=dtype)
+    views, options = views_of_shapes(q, k, v, options, dtype=dtype)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
     of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, of_layer=False, **flags))
     for name, width in (("q", of_scores), ("k", of_scores), ("v", of_values)):
