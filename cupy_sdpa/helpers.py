@@ -19,7 +19,7 @@ from .core.kernels.merge_gradients import PartGradient, merge_gradients
 from .core.kernels.ragged import sum_over_scores
 from .core.options.values import read_flag, read_positive
 from .core.problem.bucket import Bucket
-from .core.problem.tensor_spec import storage_dtype
+from .core.problem.tensor_spec import numpy_dtype
 from .core.problem.validation import expected_arrays
 from .core.programs.executor import call_of_problem
 from .core.runtime import cupy_runtime
@@ -114,7 +114,7 @@ def dropout_mask(
     if dropout_p:
         with cupy_runtime.device_context(q):
             for spec in call.problem.results:  # memory of the graph while the stream is captured
-                dtype = storage_dtype(spec.dtype, call.on_gpu)
+                dtype = numpy_dtype(spec.dtype, on_gpu=call.on_gpu)
                 call.arrays[spec.name] = cupy_runtime.temporary(q, spec.shape, dtype)
         kept = call_of_problem(call).run()[-1] > 0
     else:  # the graph draws no random numbers

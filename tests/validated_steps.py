@@ -19,7 +19,7 @@ from cupy_sdpa.core.kernels import merge, paged, ragged
 from cupy_sdpa.core.numpy_engine.interpreter import evaluate
 from cupy_sdpa.core.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
 from cupy_sdpa.core.problem.problem import Problem
-from cupy_sdpa.core.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
+from cupy_sdpa.core.problem.tensor_spec import FP8_LARGEST, numpy_dtype
 from cupy_sdpa.core.problem.view import View
 from cupy_sdpa.core.programs import calls
 from cupy_sdpa.core.programs.executor import ReadCall
@@ -171,7 +171,7 @@ def _differences_of_attention(
     on_gpu = any(map(cupy_runtime.is_array, after.values()))
     if problem.trivial or (on_gpu and problem.settings.dropout and "dropout_mask" not in after):
         return
-    dtypes = {spec.name: storage_dtype(spec.dtype, on_gpu=False) for spec in problem.tensors}
+    dtypes = {spec.name: numpy_dtype(spec.dtype) for spec in problem.tensors}
     arrays = {name: x.view(dtypes[name]) if name in dtypes else x for name, x in before.items()}
     names = [spec.name for spec in problem.results if spec.name in after]
     naive = arrays | {name: arrays[name].copy("K") for name in names}

@@ -1,45 +1,37 @@
 """Arrays of a call: their names and dtypes, checks, layouts, other libraries, and ``engine="cupy"``.
 
 ============= ================================================================================================================
-names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS, OUTPUTS,
-              tensor_name, VECTORS
-dtypes        ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, FloatDtype, rounded, storage_dtype
-problems      Problem, TensorSpec, NoArray, expected_arrays, spec_of, device_of
-checks        check_counts, check_lengths, check_offsets, check_strides_of, stride_obstacle, shares_memory
-layouts       Layout, default_layout, has_own_axes, takes_default, convert, needs_conversion
+names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS, tensor_name
+dtypes        ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, rounded
+problems      Problem, TensorSpec, NoArray, expected_arrays, device_of
+checks        check_strides_of
+layouts       Layout, has_own_axes, takes_default, convert, needs_conversion
 libraries     Library, is_on_gpu, library_of
 engine="cupy" InterpretedArray, plain, as_strided, interpreted
 ============= ================================================================================================================
 """
 
 from ..core._typing import Layout
-from ..core.boundary.argument import NoArray, spec_of, tensor_name
-from ..core.boundary.arguments import check_counts, check_lengths, check_offsets
-from ..core.boundary.conversion import OUTPUTS, convert, needs_conversion
+from ..core.boundary.argument import NoArray, tensor_name
+from ..core.boundary.conversion import convert, needs_conversion
 from ..core.boundary.engine import interpreted
 from ..core.boundary.layouts import (
-    VECTORS,
     check_strides_of,
     has_own_axes,
     takes_default,
 )
 from ..core.boundary.libraries import Library, is_on_gpu, library_of
-from ..core.layout import default_layout
 from ..core.problem.arrays import BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS
 from ..core.problem.problem import Problem
 from ..core.problem.tensor_spec import (
     FLOAT_DTYPES,
     FP8_LARGEST,
     ITEMSIZE,
-    FloatDtype,
     TensorSpec,
     rounded,
-    storage_dtype,
-    stride_obstacle,
 )
 from ..core.problem.validation import expected_arrays
 from ..core.problem.view import device_of
-from ..core.replay.bound_program import shares_memory
 from ..core.runtime.interpreted_array import InterpretedArray, as_strided, plain
 
 __all__ = [
@@ -51,13 +43,10 @@ __all__ = [
     "ITEMSIZE",
     "KEY_ARRAYS",
     "LENGTHS",
-    "OUTPUTS",
     "REQUESTS",
     "ROW_STATS",
     "SCORE_INPUTS",
     "SEEDS",
-    "VECTORS",
-    "FloatDtype",
     "InterpretedArray",
     "Layout",
     "Library",
@@ -65,12 +54,8 @@ __all__ = [
     "Problem",
     "TensorSpec",
     "as_strided",
-    "check_counts",
-    "check_lengths",
-    "check_offsets",
     "check_strides_of",
     "convert",
-    "default_layout",
     "device_of",
     "expected_arrays",
     "has_own_axes",
@@ -80,10 +65,6 @@ __all__ = [
     "needs_conversion",
     "plain",
     "rounded",
-    "shares_memory",
-    "spec_of",
-    "storage_dtype",
-    "stride_obstacle",
     "takes_default",
     "tensor_name",
 ]

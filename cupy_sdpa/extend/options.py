@@ -2,14 +2,14 @@
 
 ========== ===================================================================================================================
 table      OPTIONS, Options, ReadOptions, refused_by, takes
-checks     check_names, check_spelling, special_call, kept_options
+checks     check_names, check_spelling, kept_options
 values     as_float, Band, read_band, read_bucket
 dtype      cast, check_converted, read_compute_dtype
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.compute import cast, check_converted, read_compute_dtype
-from ..core.boundary.options import check_names, check_spelling, special_call
+from ..core.boundary.options import check_names, check_spelling
 from ..core.boundary.read_options import ReadOptions
 from ..core.boundary.user_functions import kept_options
 from ..core.options.band import Band, read_band
@@ -32,6 +32,5 @@ __all__ = [
     "read_bucket",
     "read_compute_dtype",
     "refused_by",
-    "special_call",
     "takes",
 ]

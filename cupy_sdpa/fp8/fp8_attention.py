@@ -20,15 +20,15 @@ from ..extend import (
     cupy_runtime,
     dtype_name,
     in_words,
+    numpy_dtype,
     operation,
     read_flag,
     read_operands,
     results_of,
     takes_options,
 )
-from ..extend.arrays import OUTPUTS, default_layout, device_of, storage_dtype
 from ..extend.calls import ReadCall, passes, read_backward
-from ..extend.options import Options, check_names, kept_options, special_call
+from ..extend.options import Options, check_names, kept_options
 from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
@@ -39,8 +39,9 @@ from .quantize import SOURCES, check_dtypes, check_source
 _OUTPUTS = ("float16", "bfloat16")
 #: The end of the message of an array that is not an FP8 array.
 _ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
-#: The names of a call's arrays.
+#: The names of a call's arrays, and of its results.
 _NAMES = ("q", "k", "v", *FACTORS, *MEAN, "out", "stats")
+_RESULTS = ("out", "stats", "max", "sum_exp")
 
 
 # fmt: off
@@ -58,10 +59,10 @@ def attention(
 # fmt: on
 @takes_options(name="fp8.attention")
 def attention(
-    q: Any = ...,
-    k: Any = ...,
-    v: Any = ...,
-    *positional: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
     return_stats: bool | Literal["max_sumexp"] = False,
     return_amax: bool = False,
     out_dtype: Literal["float16", "bfloat16"] | None = None,
@@ -111,8 +112,6 @@ def attention(
     >>> out, stats.shape
     (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
     """
-    if positional or q is ... or k is ... or v is ... or default_layout() is not None:
-        return special_call(attention, locals())
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
         raise TypeError(f"q is {in_words(q)}; {_ALL}")
@@ -173,7 +172,8 @@ class _Request(NamedTuple):
         writes = _writes(out_dtype, arrays["k"], converts=self.converts)
         inner = {name: view for name, view in views.items() if name != "out"}
         call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
-        results = passes.result_views(call, views, storage_dtype(out_dtype or dtype, device_of(arrays["k"]) is not None))
+        on_gpu = views["k"].storage.device is not None
+        results = passes.result_views(call, views, numpy_dtype(out_dtype or dtype, on_gpu=on_gpu))
         amax = {"amax_out": results.pop("amax_out")}
         results |= amax if self.return_amax else {}  # the last one
         of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
@@ -221,7 +221,7 @@ def _call(
     key = CallKey(tag, _NAMES, arrays, options)
     request = _Request(q, k, v, options, return_stats, return_amax, out_dtype, out_scale, scale, factors[2], converts)
     count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
-    return Call(key, request.parse, OUTPUTS[:count], request.decide, request.finish, request.check)
+    return Call(key, request.parse, _RESULTS[:count], request.decide, request.finish, request.check)
 
 
 #: The call of :func:`cupy_sdpa.attention` of arrays of this type.
@@ -262,7 +262,7 @@ def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
     check_dtypes(views)
     for x, lengths in zip("qkv", ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
         check_source(views[x], views.get(lengths))
-    storage = storage_dtype(dtype, cupy_runtime.is_array(q))
+    storage = numpy_dtype(dtype, on_gpu=cupy_runtime.is_array(q))
     shapes, device = {x: views[x].shape for x in "qkv"}, views["q"].storage.device
     elements = {x: View.dense(x, shape, storage, device) for x, shape in shapes.items()}
     one = View.dense("factor", (1,), np.float32, device)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Check, View, numpy_dtype, row_stats_shape
-from ..extend.arrays import check_counts, storage_dtype
+from ..extend import Builder, Check, Expected, View, check_arrays, numpy_dtype, row_stats_shape
 from ..extend.calls import BoundProblem, passes, read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
@@ -37,13 +36,13 @@ def add_conversions(
     dense in Fortran order, and the factors to ``factors`` (:func:`factors_in`). Default: temporaries. ``means`` are written and
     subtracted: the mean over the keys, float32 ``(D, H, 1, B)``; None for arrays that keep theirs.
     """
-    storage = storage_dtype(dtype, builder.device is not None)
+    storage = numpy_dtype(dtype, on_gpu=builder.on_gpu)
     targets = targets or [builder.temporary(x.shape, storage) for x in sources]
     factors = factors or builder.temporary((2 * fp8_kernels.FACTOR_STEP * len(sources),), np.float32)
     dense = []
     for source, x in zip(sources, lengths, strict=True):
         if x is not None:
-            builder.checks.append(Check(functools.partial(_check_lengths, source.shape[2]), {"lengths": x}))
+            builder.checks.append(Check(functools.partial(check_arrays, [expected_lengths(source)]), {"lengths": x}))
             x = x if x.flags.c_contiguous else builder.copied(x)
         dense.append(x)
     for source, mean, n in zip(sources, means, dense, strict=False):
@@ -63,8 +62,9 @@ def add_conversions(
     return [(target, *factors_in(factors, i)) for i, target in enumerate(targets)]
 
 
-def _check_lengths(most: int, arrays: Mapping[str, Any]) -> None:
-    check_counts("lengths", arrays["lengths"], most)
+def expected_lengths(source: Any) -> Expected:
+    """Return what the lengths of the batch items of an array to convert must be."""
+    return Expected("lengths", tuple(source.shape[3:]), "int32", "(B,)", most=source.shape[2])
 
 
 def mean_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ def forward(
         given["amax_out"] = builder.temporary((1,), np.float32)
     out, direct = given["out"], out_dtype is None or writes_out
     if not direct:
-        given["out"] = builder.temporary(out.shape, storage_dtype(dtype, builder.device is not None))
+        given["out"] = builder.temporary(out.shape, numpy_dtype(dtype, on_gpu=builder.on_gpu))
     elif out_dtype is not None:
         given.pop("scale_out", None)
     call = _read(given, options, dtype, out_dtype if direct else None, return_stats)
@@ -145,7 +145,7 @@ def _forward_with_mean(
     target = out if out.flags.f_contiguous else builder.temporary(out.shape, out.dtype)
     given["amax_out"] = builder.temporary((1,), np.float32)
     if written is None:
-        given["out"] = builder.temporary(out.shape, storage_dtype(dtype, builder.on_gpu))
+        given["out"] = builder.temporary(out.shape, numpy_dtype(dtype, on_gpu=builder.on_gpu))
         given["scale_out"] = given["scale_v"]
     else:
         given["out"] = target

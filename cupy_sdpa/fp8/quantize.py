@@ -18,28 +18,22 @@ from ..extend import (
     View,
     arrays_on_gpu,
     as_int32,
+    check_arrays,
     composed,
     cupy_runtime,
     dtype_name,
     in_words,
+    numpy_dtype,
     read_array,
     read_flag,
     read_operands,
     results_of,
 )
-from ..extend.arrays import (
-    FP8_LARGEST,
-    Layout,
-    check_counts,
-    check_strides_of,
-    device_of,
-    storage_dtype,
-    takes_default,
-)
+from ..extend.arrays import FP8_LARGEST, Layout, check_strides_of, takes_default
 from ..extend.calls import ReadCall
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
-from .fp8_passes import add_conversions, mean_shape
+from .fp8_passes import add_conversions, expected_lengths, mean_shape
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
@@ -150,7 +144,7 @@ def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Seq
             check_source(views[name], views.get(lengths))
     parts = [fp8_kernels.rotation_of(views[name].shape[0]) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
     device = views["q"].storage.device
-    storage = storage_dtype(dtype, device is not None)
+    storage = numpy_dtype(dtype, on_gpu=device is not None)
     results = {f"{name} in fp8": View.dense(f"{name} in fp8", views[name].shape, storage, device) for name in names}
     results["factors"] = View.dense("factors", (2 * fp8_kernels.FACTOR_STEP * len(names),), np.float32, device)
     means = [f"mean of {name}" if center else "" for name, center in zip(names, centered, strict=True)]
@@ -309,13 +303,13 @@ class DelayedScaling:
         lengths = as_int32("lengths", lengths)
         check_type("x", x)
         check_source(x, lengths)
-        if isinstance(lengths, np.ndarray):
-            check_counts("lengths", lengths, x.shape[2])
+        check_arrays([expected_lengths(x)], {"lengths": lengths})
         part = fp8_kernels.rotation_of(x.shape[0]) if self.rotate else 1
         with cupy_runtime.device_context(x):
             if lengths is not None and not lengths.flags.c_contiguous:
                 lengths = cupy_runtime.temporary_copy(lengths)
-            target = cupy_runtime.new_result(x, tuple(x.shape), storage_dtype(self.dtype, cupy_runtime.is_array(x)))
+            storage = numpy_dtype(self.dtype, on_gpu=cupy_runtime.is_array(x))
+            target = cupy_runtime.new_result(x, tuple(x.shape), storage)
             factors = cupy_runtime.new_result(x, (2 * fp8_kernels.FACTOR_STEP,), np.dtype(np.float32))
             fp8_kernels.delayed(fp8_kernels.Fp8Conversion(x, target, factors, part, lengths), self.dtype, self._state)
         return of_factors(target, factors, 0, self.dtype, rotated=part > 1)
@@ -369,8 +363,7 @@ def check_type(name: str, x: Any) -> None:
 
 def check_source(x: Any, lengths: Any) -> None:
     """Check an array to convert, or its view, in the layout of this package, and its lengths."""
-    on_gpu = device_of(x) is not None
-    name = dtype_name(x.dtype)
+    on_gpu, name = arrays_on_gpu({"x": x}), dtype_name(x.dtype)
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")
     if len(x.shape) not in (3, 4):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..extend import Array, Axes, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_positive, with_title
-from ..extend.arrays import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, Layout, storage_dtype, takes_default
+from ..extend import TYPES, Array, Axes, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_positive, with_title
+from ..extend.arrays import Layout, takes_default
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, refuse_names, tokens_of
 from .cache_sequences import CacheSequences
@@ -98,7 +98,7 @@ class KVCache(CacheSequences):
         batch: int,
         page_size: int = 64,
         head_dim_v: int | None = None,
-        dtype: FloatDtype | Any = None,
+        dtype: Any = None,
         layers: int = 1,
         max_length: int | None = None,
         k_scale: float | Sequence[float] | None = None,
@@ -121,8 +121,8 @@ class KVCache(CacheSequences):
         numpy = read_flag("numpy", numpy)
         dtype = ("float32" if numpy else "bfloat16") if dtype is None else dtype
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
-        if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
-            raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
+        if name not in TYPES:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join(TYPES)}")
         self.dtype = numpy_dtype(name)
         self._fp8 = self._fp8_pages(name, (k_scale, v_scale), rotate, on_gpu=not numpy)
         if not numpy and cupy_runtime.current_device() is None:
@@ -130,12 +130,12 @@ class KVCache(CacheSequences):
                 "numpy is False and there is no GPU here, or no CuPy: pass numpy=True for a cache of numpy arrays on the CPU. "
                 "`python -m cupy_sdpa info` lists what a GPU needs"
             )
-        self._create(storage_dtype(name, not numpy), of_numpy=numpy)
+        self._create(numpy_dtype(name, on_gpu=not numpy), of_numpy=numpy)
         self._load()
 
     def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
         """Return the conversion of tokens to FP8; None for other dtypes, which do not take its options."""
-        if name in FP8_LARGEST:
+        if self.dtype.itemsize == 1:
             sizes = {"heads": self.heads_kv, "pages": self.pages, "layers": self.layers}
             dims, rotated = (self.head_dim, self.head_dim_v), read_flag("rotate", rotate)
             return Fp8Pages(name, dims, scales, **sizes, rotated=rotated, on_gpu=on_gpu)

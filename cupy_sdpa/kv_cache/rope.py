@@ -18,20 +18,12 @@ from ..extend import (
     as_int32,
     check_arrays,
     cupy_runtime,
+    dtype_name,
     read_array,
     read_count,
     read_flag,
 )
-from ..extend.arrays import (
-    FLOAT_DTYPES,
-    Layout,
-    TensorSpec,
-    check_counts,
-    check_offsets,
-    spec_of,
-    stride_obstacle,
-    takes_default,
-)
+from ..extend.arrays import FLOAT_DTYPES, Layout, check_strides_of, takes_default
 from ..extend.options import as_float
 from . import rope_kernel as kernels
 from .cache_arguments import other_names
@@ -287,55 +279,53 @@ def apply_rope(
         first, given["start"] = int(start or 0), None
         if abs(first) >= 2**62:
             raise ValueError(f"start is {first}; positions are integers of 64 bits: pass one below 2**62")
-    spec = spec_of("x", read_array("x", x))
+    dtype = dtype_name(read_array("x", x).dtype)
     others = {name: read_array(name, y) for name, y in given.items() if y is not None}
-    on_gpu = arrays_on_gpu({"x": x} | others)
-    _check(spec, others)
+    arrays_on_gpu({"x": x} | others)
+    _check_tokens(x, dtype, others)
     if max_seqlen_q is not None and seq_lens_q is not None and max_seqlen_q > x.shape[2]:
         raise ValueError(
             f"max_seqlen_q is {max_seqlen_q}, the maximum of seq_lens_q, but x has {x.shape[2]} tokens: pass all tokens of the "
             "last append, or only seq_lens_kv=cache.lengths for the newest tokens of every sequence"
         )
+    if positions is None:
+        _check_lengths(x.shape, others)
     record = read_rope(rope, x.shape[0])
     places: tuple[Any, ...] = (given["start"], seq_lens_kv, seq_lens_q, cu_seqlens_q)
-    if not on_gpu:
-        if seq_lens_q is not None:
-            check_counts("seq_lens_q", seq_lens_q, x.shape[2])
-        if cu_seqlens_q is not None:
-            check_offsets("cu_seqlens_q", cu_seqlens_q, x.shape[2])
     with cupy_runtime.device_context(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in places]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
-        kernels.apply(x, out, record, kernels.TokenPositions(first, *dense)._replace(listed=positions), spec.dtype)
+        kernels.apply(x, out, record, kernels.TokenPositions(first, *dense)._replace(listed=positions), dtype)
     return out  # type: ignore[no-any-return]
 
 
-def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
-    """Check the arrays of :func:`apply_rope`."""
-    if spec.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
+def _check_tokens(x: Any, dtype: str, others: dict[str, Any]) -> None:
+    """Check the tokens of :func:`apply_rope`, and their positions."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
     packed, listed = "cu_seqlens_q" in others, others.get("positions")
-    if len(spec.shape) not in ((3, 4) if listed is not None else (3,) if packed else (4,)):
+    if x.ndim not in ((3, 4) if listed is not None else (3,) if packed else (4,)):
         raise ValueError(
-            f"x has shape {spec.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens_q= or positions=: "
+            f"x has shape {x.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens_q= or positions=: "
             f"cu_seqlens_q is {'passed' if packed else 'None'}"
         )
-    if obstacle := stride_obstacle(spec):
-        raise ValueError(obstacle)
+    check_strides_of("x", x, required=True)
     if listed is not None:
-        _check_positions(listed, spec.shape)
-        return
-    batch = spec.shape[-1]
-    if packed:
-        offsets = others["cu_seqlens_q"]
+        _check_positions(listed, x.shape)
+
+
+def _check_lengths(shape: tuple[int, ...], others: dict[str, Any]) -> None:
+    """Check the arrays of :func:`apply_rope` that give the positions of an array of a shape: starts, lengths or offsets."""
+    batch, expected = shape[-1], []
+    if (offsets := others.get("cu_seqlens_q")) is not None:
         if offsets.dtype not in (np.int32, np.int64):
             raise TypeError(f"cu_seqlens_q is {offsets.dtype}; it must be int32 or int64: convert with .astype('int32')")
         if offsets.ndim != 1 or offsets.size < 2:
             raise ValueError(f"cu_seqlens_q has shape {offsets.shape}; it must be (B + 1,) for B sequences")
         batch = offsets.size - 1
-    for name, other in others.items():
-        if name != "cu_seqlens_q":
-            check_arrays([Expected(name, (batch,), "int32", "(B,)")], {name: other})
+        expected.append(Expected("cu_seqlens_q", (batch + 1,), dtype_name(offsets.dtype), "(B + 1,)", most=shape[2]))
+    expected += [Expected(name, (batch,), "int32", "(B,)") for name in ("start", "seq_lens_kv")]
+    check_arrays([*expected, Expected("seq_lens_q", (batch,), "int32", "(B,)", most=shape[2])], others)
 
 
 def read_positions(positions: Any, x: Any, axes: Axes) -> Any:

@@ -29,7 +29,6 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import OUTPUTS, Problem, check_lengths
 from ..extend.calls import ReadCall, passes, read_forward
 from ..extend.options import OPTIONS, Options, ReadOptions, takes
 from ..fp8.array import Fp8Array
@@ -99,7 +98,7 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix:
     """Return a call of :func:`shared_prefix_attention` as a value."""
     tag = ("shared prefix", repr(shared_prefix), bool(return_stats))
     parse = functools.partial(_parse, shared_prefix=shared_prefix, return_stats=return_stats)
-    return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS, check=functools.partial(_refuse, options))
+    return Call(CallKey(tag, _NAMES, arrays, options), parse, ("out", "stats"), check=functools.partial(_refuse, options))
 
 
 def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
@@ -110,16 +109,17 @@ def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
             "pages once for each sequence"
         )
     arrays, views, options = read_operands(key.named(), key.options)
-    _check(views["q"], views["k"], shared_prefix, options)
+    _check_prefix(views["q"], views["k"], shared_prefix, options)
     own: dict[str, Any] = {name: views.get(name) for name in _NAMES}
     call = read_forward(**own, options=options, return_stats=return_stats)
     page = call.problem.k.shape[2]
     # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
     hidden = call.problem.q.shape[2] - 1 if options.causal else 0
     pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
-    check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
+    check = functools.partial(_check_pages, int(shared_prefix), int(shared_prefix) // max(page, 1))
 
     def build(builder: Builder) -> None:
+        builder.check_lengths(call.problem, views)
         builder.checks.append(Check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")}))
         if pages and call.problem.q.shape[3]:
             _add_steps(builder, views, options, pages)
@@ -175,7 +175,7 @@ def _of_sequences(parts: Parts, sq: int, b: int) -> Parts:
     )
 
 
-def _check(q: Array, k: Array, shared_prefix: int, options: ReadOptions) -> None:
+def _check_prefix(q: Array, k: Array, shared_prefix: int, options: ReadOptions) -> None:
     """Check the prefix and the options."""
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
@@ -199,9 +199,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 
-def _check_elements(problem: Problem, shared_prefix: int, pages: int, arrays: Mapping[str, Any]) -> None:
-    """Check the lengths and the page table, and that all sequences with keys begin with the pages of the prefix."""
-    check_lengths(problem, arrays)
+def _check_pages(shared_prefix: int, pages: int, arrays: Mapping[str, Any]) -> None:
+    """Check that all sequences with keys begin with the pages of the prefix."""
     table, lengths, first = arrays["page_table"], arrays["seq_lens_kv"], None
     for b in np.flatnonzero(lengths):
         if lengths[b] < shared_prefix:

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..attention_functions import attention, attention_backward
 from ..extend import CallKey, call_of, cupy_runtime, read_flag
-from ..extend.arrays import VECTORS, has_own_axes, shares_memory
 from ..extend.calls import run, run_cached
 from ..extend.planning import WITHOUT_CUDNN
 from ..vjp import attention_vjp
@@ -19,7 +18,6 @@ from .nnlib_arrays import check_array, fold, to_four_axes, unfold
 from .nnlib_scores import dot_product_attention_scores, weighted_sum
 
 
-@has_own_axes
 def dot_product_attention(
     q: Any,
     k: Any,
@@ -94,7 +92,6 @@ def dot_product_attention(
     return y, weights.reshape((*weights.shape[:3], *batch), order="F") if alpha else None
 
 
-@has_own_axes
 def dot_product_attention_vjp(
     q: Any,
     k: Any,
@@ -132,7 +129,6 @@ def dot_product_attention_vjp(
         return _vjp_in(compute_dtype, arrays, bias, mask, nheads, engine)
     y, stats = _run(attention, arrays, bias, mask, nheads, None, engine, return_stats=True)
 
-    @has_own_axes
     def pullback(dy: Any) -> tuple[Any, ...]:
         passed = {"dout": dy, **arrays, "out": y, "stats": stats}
         if bias is None:
@@ -167,22 +163,18 @@ def _run(
 
 
 def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: Any, flags: Mapping[str, bool]) -> list[Any]:
-    """Return the results of a call that is not repeated: a call of ``function`` on views of the arrays, if it needs no copy."""
+    """Return the results of a call that is not repeated: a call of ``function`` on views of the arrays, or on copies."""
     arrays, given = key.named(), key.options
     batch, bias, backward = _batch_of(*(arrays[name] for name in "qkv")), given["bias"], "dout" in arrays
     if backward:
         _check_gradient(arrays["dout"], arrays["out"])
-    views = {name: fold(x, nheads) if name in VECTORS else x for name, x in arrays.items()}
+    views = {name: x if name == "stats" else fold(x, nheads) for name, x in arrays.items()}
     if backward:
         views["dout"] = views["dout"].astype(views["out"].dtype, copy=False)
     options = _mask_options(views["q"], views["k"], bias, mask)
     options |= _compute_options(given["compute_dtype"], given["engine"], views["q"])
     back = functools.partial(_in_axes_of_caller, batch=batch, bias=bias, vectors=3 if backward else 1)
-    pairs = [*((views[name], x) for name, x in arrays.items()), *((options.get(name), x) for name, x in given.items())]
-    if all(shares_memory(view, array) for view, array in pairs if hasattr(view, "shape")):
-        return run(call_of(function, **views, **options, **flags), key, back=back)
-    results = function(**views, **options, **flags)
-    return back([*results] if isinstance(results, tuple) else [results])
+    return run(call_of(function, **views, **options, **flags), key, back=back)
 
 
 def _in_axes_of_caller(results: list[Any], *, batch: tuple[int, ...], bias: Any, vectors: int) -> list[Any]:
@@ -201,7 +193,6 @@ def _vjp_in(
     out, vjp = attention_vjp(q, k, v, **options, return_dbias=bias is not None)
     y = unfold(out, batch)
 
-    @has_own_axes
     def pullback(dy: Any) -> tuple[Any, ...]:
         _check_gradient(dy, y)
         dq, dk, dv, *dbias = vjp(fold(dy, nheads).astype(out.dtype, copy=False))

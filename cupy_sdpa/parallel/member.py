@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Axes, Builder, CallKey, Check, View, composed, cupy_runtime, row_stats_shape
-from ..extend.arrays import LENGTHS, check_lengths
+from ..extend import Axes, Builder, CallKey, View, composed, cupy_runtime, row_stats_shape
 from ..extend.calls import Operands, Program, ReadCall, passes
 from ..extend.options import ReadOptions
 from .channel import Channel
@@ -78,8 +77,7 @@ class Member:
         if of.return_dsinks:
             _sink_gradients(steps, config, own, options["sinks"])
         finish()
-        if lengths := {name: views[name] for name in LENGTHS if name in views}:
-            builder.checks.append(Check(functools.partial(check_lengths, config.problem), lengths))
+        builder.check_lengths(config.problem, views)
 
 
 def _alone(steps: MemberSteps, config: Configuration, views: Views, options: ReadOptions, **backward: bool) -> None:

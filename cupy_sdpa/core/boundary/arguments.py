@@ -20,7 +20,7 @@ from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from . import layouts, user_functions
-from .argument import check_separate, read_arrays, spec_of, tensor_name
+from .argument import check_counts, check_offsets, check_separate, read_arrays, spec_of, tensor_name
 from .axes import Axes
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names
@@ -228,21 +228,6 @@ def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
             lengths = np.diff(starts)
             if lengths.size and lengths.max() > most:
                 raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
-
-
-def check_counts(name: str, lengths: Any, most: int) -> None:
-    """Check the values of lengths on the CPU; raises ValueError."""
-    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
-        raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
-
-
-def check_offsets(name: str, starts: Any, total: int) -> None:
-    """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
-    if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
-        raise ValueError(
-            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: if you have "
-            "lengths, pass np.cumsum([0, *lengths])"
-        )
 
 
 def _check_page_table(problem: Problem, arrays: Mapping[str, Any]) -> None:

@@ -31,22 +31,21 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype.name)
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes.
+def numpy_dtype(name: str, *, on_gpu: bool = False) -> np.dtype[Any]:
+    """Return the numpy dtype of arrays of a dtype; bfloat16 and FP8 are dtypes of ml_dtypes.
 
-    >>> numpy_dtype("bfloat16").itemsize
-    2
+    ``on_gpu``: of CuPy arrays, in which FP8 elements are uint8, because CuPy has no FP8 dtype.
+
+    >>> numpy_dtype("bfloat16").itemsize, numpy_dtype("float8_e5m2", on_gpu=True)
+    (2, dtype('uint8'))
     """
+    if on_gpu and name in FP8_LARGEST:
+        return np.dtype(np.uint8)
     if name == "bfloat16" or name in FP8_LARGEST:
         import ml_dtypes  # takes 45 ms to import
 
         return np.dtype(getattr(ml_dtypes, name))  # type: ignore[no-any-return, unused-ignore]  # typed since ml_dtypes 0.6
     return np.dtype(name)
-
-
-def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
-    """Return the dtype that arrays are stored in: on the GPU uint8 for FP8, which CuPy does not have."""
-    return np.dtype(np.uint8) if on_gpu and name in FP8_LARGEST else numpy_dtype(name)
 
 
 def rounded(values: Any, dtype: str) -> Any:
@@ -176,6 +175,8 @@ class Expected(NamedTuple):
         dtype: the dtype.
         legend: the shape in letters, for messages.
         writable: whether the call writes the array.
+        most: the largest value of lengths, which are 0 or more, or of offsets (``cu_seqlens``), which also rise. Default None:
+            any values.
 
     >>> Expected("weights", (4, 2), "float32", "(S, H)").shape
     (4, 2)
@@ -186,6 +187,7 @@ class Expected(NamedTuple):
     dtype: str
     legend: str
     writable: bool = False
+    most: int | None = None
 
 
 def check_spec(spec: TensorSpec, expected: Expected) -> None:

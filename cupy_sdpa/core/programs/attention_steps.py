@@ -16,7 +16,7 @@ from ..boundary.call import BoundProblem
 from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
-from ..problem.tensor_spec import storage_dtype
+from ..problem.tensor_spec import numpy_dtype
 from ..problem.view import Storage, View
 from ..support.engine_problem import engine_problem, may_mask_rows, slices_of, without_sinks
 from .steps import Attend, Steps
@@ -30,7 +30,9 @@ def problem_views(problem: Problem, gradients: Gradients | None, device: int | N
     on_gpu = device is not None
     hidden = {spec.name for spec in problem.dcaptured}
     views = {
-        spec.name: View(Storage(spec.name, spec.alignment, device), storage_dtype(spec.dtype, on_gpu), spec.shape, spec.strides)
+        spec.name: View(
+            Storage(spec.name, spec.alignment, device), numpy_dtype(spec.dtype, on_gpu=on_gpu), spec.shape, spec.strides
+        )
         for spec in problem.tensors
         if spec.name not in hidden
     }

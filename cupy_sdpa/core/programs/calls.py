@@ -20,6 +20,7 @@ from ..boundary.arguments import read_forward
 from ..boundary.conversion import Conversion, needs_conversion
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
+from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey
 from ..replay.replay_cache import BoundPrograms, cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime
@@ -201,13 +202,14 @@ def run(
 
     Args:
         call: the call.
-        looked_up: the key that was looked up; the call's arrays are views of its arrays. Default None: the call's own key.
+        looked_up: the key that was looked up; the call's arrays are views of its arrays, or copies. Default None: the call's
+            own key.
         tag: the tag of the call's own key that was looked up. Default None: the call's tag.
         check: raises an error if the call must not run. It is called before anything runs.
         back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
 
-    The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. Then it
-    is cached with the options that were decided, and looked up with them first.
+    The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask or a copy, or other options.
+    Then it is cached with these arrays and the options that were decided, and looked up with them first.
     """
     if tag is not None:
         call = call._replace(key=call.key._replace(tag=tag))
@@ -217,7 +219,7 @@ def run(
     with context():
         decided = call.decided(conversion)
         is_bound = decided.options is options and (conversion is None or conversion.makes_views)
-        is_bound = is_bound and (looked_up is None or is_cacheable(looked_up))
+        is_bound = is_bound and (looked_up is None or (is_cacheable(looked_up) and _has_views_of(looked_up, call.key)))
         read_call = None if check is None else _read(call, decided)
     if check is not None and read_call is not None:
         check(read_call)  # its errors name the package's axes
@@ -235,6 +237,13 @@ def run(
     if is_bound and read_call is not None and not is_repeated:
         cache_call(looked_up or call.key, read_call, None if returned is results else returned, call.programs)
     return call.finish(returned)
+
+
+def _has_views_of(key: CallKey, of_call: CallKey) -> bool:
+    """True if all arrays of a call are views of the arrays with the same names in another key, and not copies."""
+    passed = {**key.options, **key.named()}
+    arrays = {name: x for name, x in {**of_call.options, **of_call.named()}.items() if hasattr(x, "shape")}
+    return all(x is passed.get(name) or shares_memory(x, passed.get(name)) for name, x in arrays.items())
 
 
 def results_of(call: Call) -> list[Any]:

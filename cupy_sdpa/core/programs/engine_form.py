@@ -15,7 +15,7 @@ from ..kernels import paged, ragged
 from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, has_score_axes
 from ..problem.bucket import padded_axes
 from ..problem.problem import Problem, has_ragged_diagonal
-from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype
+from ..problem.tensor_spec import TensorSpec, dtype_name, numpy_dtype
 from ..problem.varlen import ragged_offsets
 from ..problem.view import View
 from ..runtime import memory
@@ -179,7 +179,7 @@ class EngineForm:
         if spec.name in self._results:
             if self._is_packed_copy(spec):
                 return steps.temporary(array.shape, array.dtype)
-            same = array.shape == spec.shape and array.dtype == storage_dtype(spec.dtype, self._on_gpu)
+            same = array.shape == spec.shape and array.dtype == numpy_dtype(spec.dtype, on_gpu=self._on_gpu)
             return array if same or (self._problem.packed and not has_score_axes(spec.name)) else steps.temporary_of(spec)
         return self._in_layout(self._masked(array, spec.name), spec)
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..kernels import merge, paged
 from ..problem.problem import Problem
 from ..problem.split import queries_in_rows
-from ..problem.tensor_spec import storage_dtype
+from ..problem.tensor_spec import numpy_dtype
 from ..problem.view import View
 from .steps import Attend, Scalar, Steps
 
@@ -26,7 +26,7 @@ def add(
     chunks_of = split.settings.split
     assert chunks_of
     assert split.page_table
-    dtype = storage_dtype(problem.dtype, on_gpu=True)
+    dtype = numpy_dtype(problem.dtype, on_gpu=True)
     d, dv, hq, hkv, sq, _, b = problem.sizes
     scalars: Mapping[str, Any] = values.get("scalars", {})
     count, staged = chunks_of.chunks, queries_in_rows(problem)

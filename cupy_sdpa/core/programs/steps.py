@@ -14,7 +14,7 @@ from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
 from ..problem.arrays import INTEGERS
 from ..problem.problem import Problem
-from ..problem.tensor_spec import TensorSpec, storage_dtype
+from ..problem.tensor_spec import TensorSpec, numpy_dtype
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
 
@@ -144,10 +144,6 @@ def views_of(value: Any) -> Iterator[View]:
             yield from views_of(part)
 
 
-#: The arrays of attention whose elements are checked.
-_LENGTHS = INTEGERS
-
-
 @dataclass
 class Steps:
     """Collects steps.
@@ -186,7 +182,7 @@ class Steps:
 
     def temporary_of(self, spec: TensorSpec) -> View:
         """An array of a problem that only this program uses, see :meth:`temporary`."""
-        return self.temporary(spec.shape, storage_dtype(spec.dtype, self.on_gpu))
+        return self.temporary(spec.shape, numpy_dtype(spec.dtype, on_gpu=self.on_gpu))
 
     def constant(self, constant: Constant, *, keep: bool = False) -> View:
         """Add an array that is known now; ``keep``: the program keeps it alive, because nothing that the caller holds does."""
@@ -212,8 +208,12 @@ class Steps:
         """Add attention on arrays in the form that the engine needs."""
         writes = tuple(attend.arrays[spec.name] for spec in attend.problem.results if spec.name in attend.arrays)
         self.steps.append(ProgramStep(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
-        if lengths := {name: attend.arrays[name] for name in _LENGTHS if name in attend.arrays}:
-            self.checks.append(Check(functools.partial(check_lengths, attend.of), lengths))
+        self.check_lengths(attend.of, attend.arrays)
+
+    def check_lengths(self, problem: Problem, views: Mapping[str, View]) -> None:
+        """Check in every call on the CPU that a problem's lengths, offsets and pages are valid; other views are ignored."""
+        if lengths := {name: views[name] for name in INTEGERS if name in views}:
+            self.checks.append(Check(functools.partial(check_lengths, problem), lengths))
 
     def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View], on_host: bool = False) -> None:
         """Add a kernel: a function of arrays, numbers and sequences of them that writes into its arguments ``writes``."""
