@@ -14,7 +14,7 @@ from .block_masks.entries import TableSizes
 from .block_masks.option import read as within_options
 from .core._typing import Array
 from .core.boundary.arguments import read_shapes
-from .core.boundary.conversion import Conversion, needs_conversion
+from .core.boundary.conversion import Conversion
 from .core.boundary.options import split_requests, takes_options
 from .core.errors import CudnnError, Unsupported
 from .core.graph import graph_of
@@ -35,6 +35,7 @@ from .core.replay.call_report import (
     with_workarounds,
 )
 from .core.runtime import cupy_runtime, driver
+from .core.runtime.interpreted_array import plain
 from .core.support.engine_problem import launched_problems
 from .core.support.why_not import why_not
 from .core.version import RELEASES, version_number, version_text
@@ -207,7 +208,8 @@ def explain(
     if others.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
-    own_options: Mapping[str, Any] = Conversion(q, others).options if needs_conversion(q, others) else others
+    own_conversion = Conversion.of(q, others)
+    own_options: Mapping[str, Any] = others if own_conversion is None else own_conversion.options
     converted, blocks = _notes(own, own_options, report, **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
@@ -346,7 +348,8 @@ def _notes(
     if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
         return conversion, ""
     sizes = q.shape[2], k.shape[2], q.shape[1], q.shape[3]
-    return conversion, describe_empty_blocks(function, options.get("tensors") or {}, sizes, settings.band)
+    tensors = {name: plain(x) for name, x in (options.get("tensors") or {}).items()}
+    return conversion, describe_empty_blocks(function, tensors, sizes, settings.band)
 
 
 def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:

@@ -11,7 +11,7 @@ import numpy as np
 from .core._typing import Array, ArrayT, Engine, Layout
 from .core.boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .core.boundary.arguments import read_forward
-from .core.boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
+from .core.boundary.conversion import OUTPUTS, Conversion
 from .core.boundary.layouts import check_layout, other_layout, takes_default
 from .core.errors import in_words
 from .core.kernels.merge import Parts, merge_parts
@@ -108,8 +108,8 @@ def dropout_mask(
             f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up, as the call does, and "
             "pass them without bucket="
         )
-    if needs_conversion(q, options):
-        return convert(dropout_mask, {"q": q, "k": k}, options, ("mask",))
+    if (conversion := Conversion.of(q, options)) is not None:
+        return conversion.call(dropout_mask, {"q": q, "k": k}, ("mask",))
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
         with cupy_runtime.device_context(q):

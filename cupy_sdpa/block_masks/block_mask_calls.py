@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..extend import Constant, View, as_int32, cupy_runtime, is_one_of
-from ..extend.arrays import interpreted, plain
+from ..extend import Constant, View, as_int32, is_one_of
 from ..extend.options import OPTIONS, check_spelling
 from .block_mask import BlockMask
 from .entries import TableSizes
@@ -76,12 +75,7 @@ def _dense(q: Any, mask: BlockMask) -> Any:
     if "dense" not in mask.tables:
         mask.tables["dense"] = Constant(mask.to_dense())
     constant: Constant = mask.tables["dense"]
-    array = plain(q)
-    if not cupy_runtime.is_array(array):
-        return constant.array
-    with cupy_runtime.device_context(array):
-        found = constant.on_device()
-    return found if array is q else interpreted("block_mask", found, array.data.device_id)
+    return constant.like(q)
 
 
 def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> None:

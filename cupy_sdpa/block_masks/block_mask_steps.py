@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..extend import Builder, Constant, Parts, View, merge_parts, row_stats_dtype
-from ..extend.arrays import FORWARD, KEY_ARRAYS
+from ..extend.arrays import KEY_ARRAYS
 from ..extend.functions import AXES
 from ..extend.kernels import Sources
 from ..extend.options import ReadOptions
@@ -81,7 +81,9 @@ class _Parts:
             layout = access.axes, array.shape, array.strides
             index = self.constant((*key, "index", layout), self.scores.index, access, array, found)
             tensors[name] = self.builder.temporary(index.shape, array.dtype)
-            self.builder.run(copy_elements, tensors[name], array, index, writes=(tensors[name],))
+            count = max(0, (array.bounds[1] - array.offset) // array.itemsize)
+            elements = array.strided((count,), (array.itemsize,))
+            self.builder.run(copy_elements, tensors[name], elements, index, writes=(tensors[name],))
         located = self.scores.located(names, {name: array.ndim for name, array in places.items()})
         return options | {"score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
 
@@ -303,7 +305,7 @@ def _fill_rows(parts: _Parts, stats: View, begin: int, end: int) -> None:
 def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
     """Blocks of queries as batch items, whose pages are the blocks of keys that they attend to."""
     builder, mask = parts.builder, parts.mask
-    q, k, v, out, stats = (arrays[name] for name in FORWARD)
+    q, k, v, out, stats = (arrays[name] for name in ("q", "k", "v", "out", "stats"))
     groups, sinks = tables.groups, parts.options.get("sinks")
     parts.options = parts.options.without("sinks")
     (_, hq, sq, batch), dv, wide = q.shape, v.shape[0], np.dtype(row_stats_dtype(q.dtype))

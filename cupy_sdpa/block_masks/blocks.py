@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
-from ..extend.arrays import as_strided
 from ..extend.kernels import BLOCK as BLOCK
 from ..extend.kernels import UNITS, Sources
 
@@ -142,10 +141,9 @@ def _sum_kernel(dtype: str, vector: int) -> str:
 
 
 def copy_elements(copies: Any, array: Any, index: Any) -> None:
-    """Copy the elements of an array at offsets: ``index``, int64, in elements, of the shape of ``copies``, in Fortran order."""
+    """Copy the elements of memory ``(n,)`` at offsets: ``index``, int64, of the shape of ``copies``, in Fortran order."""
     if not cupy_runtime.is_array(array):
-        last = sum((length - 1) * stride // array.itemsize for length, stride in zip(array.shape, array.strides, strict=True))
-        copies[...] = as_strided(array, (last + 1,), (array.itemsize,))[index]
+        copies[...] = array[index]
         return
     if copies.size:
         addresses = np.int64(array.data.ptr), np.int64(index.data.ptr), np.int64(copies.data.ptr), np.int64(copies.size)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..extend.arrays import plain
 from ..extend.functions import Sides
 from ..extend.options import Band
 from .blocks import BLOCK
@@ -59,4 +58,4 @@ def _taken(mask_mod: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str
     """Return the arrays that the mask function takes; the rest belong to the score function."""
     parameters = inspect.signature(mask_mod).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: plain(array) for name, array in tensors.items() if takes_all or name in parameters}
+    return {name: array for name, array in tensors.items() if takes_all or name in parameters}

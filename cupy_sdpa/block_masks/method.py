@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import View, dtype_name
+from ..extend import View, arrays_on_gpu, dtype_name
 from ..extend import check_arrays as check_specs
-from ..extend.arrays import check_strides_of, device_of, expected_arrays
+from ..extend.arrays import check_strides_of, expected_arrays
 from ..extend.functions import AXES, Sides, trace
 from . import segments
 from .block_mask import BlockMask
@@ -153,7 +153,7 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> TableSizes:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
-        check_strides_of(name, array, required=device_of(array) is not None)
+        check_strides_of(name, array, required=arrays_on_gpu({name: array}))
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
     if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -193,4 +193,4 @@ def check_other_arrays(
     check_specs([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=device_of(q) is not None, written=name in results)
+            check_strides_of(name, given[name], required=arrays_on_gpu({"q": q}), written=name in results)

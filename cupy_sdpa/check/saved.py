@@ -14,7 +14,8 @@ from typing import Any
 from ..core.problem.arrays import REQUESTED_GRADIENTS
 from ..core.problem.tensor_spec import dense_strides
 from ..core.score_fn.expression import Writer
-from ..extend.arrays import ITEMSIZE, Problem, TensorSpec
+from ..extend import numpy_dtype
+from ..extend.arrays import Problem, TensorSpec
 from ..extend.functions import Expression
 from ..offline.problem_file import encoded
 from .case import SIZES, Case, Dropout, Packed, Paged
@@ -142,7 +143,7 @@ def layout_of(spec: TensorSpec) -> str | None:
     'dhsb+h'
     """
     shape, strides, letters = spec.shape, spec.strides, "dhsb"[: len(spec.shape)]
-    dense = dense_strides(shape, ITEMSIZE[spec.dtype])
+    dense = dense_strides(shape, numpy_dtype(spec.dtype).itemsize)
     if all(a == b or n == 1 for a, b, n in zip(strides, dense, shape, strict=True)):
         return None
     order = sorted(range(len(shape)), key=lambda axis: (abs(strides[axis]), axis) if shape[axis] > 1 else (1 << 62, axis))

@@ -25,7 +25,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, convert, expected_arrays, needs_conversion
+from ..extend.arrays import REQUESTS, Conversion, check_strides_of, expected_arrays
 from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
 from ..extend.functions import FUNCTIONS
 from ..extend.kernels import concatenate, row_means
@@ -39,7 +39,7 @@ ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 #: The options that packed sequences need.
-_PACKING = (*CU_SEQLENS, "max_seqlen_q", "max_seqlen_kv")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 #: The refusal of derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
@@ -266,8 +266,8 @@ def widen(
     True
     """
     arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
-    if needs_conversion(q, options):
-        return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
+    if (conversion := Conversion.of(q, options)) is not None:
+        return conversion.call(widen, arrays, deterministic=deterministic)  # type: ignore[no-any-return]
     layer_option, dtype, others = split_options(decided_options(arrays, options))
     check_names(others)
     check_supported(others)

@@ -24,7 +24,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import ROW_STATS, Problem
+from ..extend.arrays import Problem
 from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
 from ..extend.options import Options, check_converted, check_names, kept_options
 from ..extend.planning import problems_of, views_of_shapes
@@ -150,7 +150,7 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        check_converted({name: x for name, x in own.items() if name not in ROW_STATS}, results=("out", "dout"))
+        check_converted({name: x for name, x in own.items() if name not in ("stats", "dstats")}, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
     of_form, tangents = {**others, "block_mask": layer_option and layer_option.value}, (own["dq"], own["dk"], own["dv"])
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)

@@ -29,7 +29,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import SCORE_INPUTS, Problem, convert, library_of
+from ..extend.arrays import Conversion, Problem
 from ..extend.calls import ReadCall, read, read_forward
 from ..extend.functions import FUNCTIONS, Access, Recorded, relocated
 from ..extend.options import OPTIONS, Band, Options, ReadOptions, check_names, kept_options, refused_by
@@ -77,14 +77,12 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse("weight_sums", options)
     if "engine" in options:
-        return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
-    return results_of(_call((q, k), _taken("weight_sums", q, options), per_kv_head=per_kv_head))[0]
+        return Conversion(q, options).call(weight_sums, {"q": q, "k": k}, ("sums",), per_kv_head=per_kv_head)
+    return results_of(_call((q, k), _taken("weight_sums", options), per_kv_head=per_kv_head))[0]
 
 
-def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's options, without others that are passed but have no effect; q must be a numpy or CuPy array."""
-    if library_of(q) is not None:
-        raise TypeError(f"q is an array of another library; {name} takes numpy and CuPy arrays: share it with cupy.from_dlpack")
+def _taken(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's options, without others that are passed but have no effect."""
     return {option: x for option, x in options.items() if option == "layout" or option not in refused_by(name)}
 
 
@@ -179,8 +177,8 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
     """
     _refuse("weight_entropy", options)
     if "engine" in options:
-        return convert(weight_entropy, {"q": q, "k": k}, options, ("entropies",))
-    return results_of(_entropy_call((q, k), _taken("weight_entropy", q, options)))[0]
+        return Conversion(q, options).call(weight_entropy, {"q": q, "k": k}, ("entropies",))
+    return results_of(_entropy_call((q, k), _taken("weight_entropy", options)))[0]
 
 
 @operation(weight_entropy, ("q", "k"), {})
@@ -269,7 +267,7 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
     for name, value in options.items():
         if OPTIONS[name].parts != "sliced" or name in FUNCTIONS or name in _LENGTHS:
             continue
-        if name in SCORE_INPUTS:
+        if "Skv" in OPTIONS[name].axes:
             value = (value if value.shape[2] == 1 else value[:, :, own]).transpose(1, 0, 2, 3)
         elif group > 1:  # an element of each head
             value = builder.copied(value[own])

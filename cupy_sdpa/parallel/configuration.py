@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, Constant, View, numpy_dtype, row_stats_dtype
-from ..extend.arrays import LENGTHS, SEEDS, Problem
+from ..extend.arrays import Problem
 from ..extend.calls import Operands
 from ..extend.functions import Recorded
 from ..extend.options import ReadOptions
@@ -24,6 +24,9 @@ Spec = tuple[tuple[int, ...], Any]
 
 #: The methods, from the one that sends the least to the one that sends the most arrays.
 METHODS = ("ring", "all_gather", "all_to_all")
+
+#: The state of dropout's random number generator.
+_SEEDS = ("seed", "offset")
 
 
 class Request(NamedTuple):
@@ -106,7 +109,7 @@ class Configuration:
                 f"the {shared} query heads of a member do not form whole groups of {group} query heads per key/value head"
             )
         band = self.problem.band
-        if band and band.bottom_right and any(getattr(self.problem, name) for name in LENGTHS) and size > 1:
+        if band and band.bottom_right and self.problem.seq_lens_kv is not None and size > 1:
             reason = "with lengths, a bottom-right diagonal has a different position in each sequence"
             found |= {"ring": reason, "all_gather": reason}
         return found
@@ -145,7 +148,7 @@ class Configuration:
 
     def _calls(self, steps: Sequence[Sequence[Sequence[Interval]]], *, cut: bool = False) -> list[list[Part]]:
         """Return the calls on the keys of every step, which are intervals for every sequence."""
-        aligned = not any(getattr(self.problem, name) for name in LENGTHS)
+        aligned = self.problem.seq_lens_kv is None
         of_calls: dict[str, Any] = {"positional": self.positional, "aligned": aligned, "cut": cut}
         made = [call_parts(self.queries, self.rank, keys, self.diagonals, self.problem.band, **of_calls) for keys in steps]
         share_buffers([part for own in made for part in own])
@@ -179,7 +182,7 @@ class Configuration:
     def _options(self, builder: Builder, options: ReadOptions, window: Window, part: Part) -> ReadOptions:
         made = options_at(builder, options, self.functions, window) | {"band": part.band, **part.packing(builder)}
         if options.settings.dropout and "dropout_mask" not in made:  # a mask of the part is among the options that were sliced
-            made |= {name: options[name] for name in SEEDS if name in options}
+            made |= {name: options[name] for name in _SEEDS if name in options}
         return made
 
     @property
@@ -203,11 +206,11 @@ class Configuration:
         shapes = (1, hq, sq, entries), (1, hkv, skv, entries)
         q, k = (np.zeros(shape, np.float32, order="F") for shape in shapes)
         arrays, views, options = operands
-        seeds = {name: arrays.get(name, options[name]) for name in SEEDS if name in options}
+        seeds = {name: arrays.get(name, options[name]) for name in _SEEDS if name in options}
         mask = dropout_mask(q, k, dropout_p=options.settings.dropout, **seeds)
-        arrays = {name: x for name, x in arrays.items() if name not in SEEDS} | {"dropout_mask": mask}
+        arrays = {name: x for name, x in arrays.items() if name not in _SEEDS} | {"dropout_mask": mask}
         views = {name: View.of(name, x) for name, x in arrays.items()}
-        return Operands(arrays, views, options.without(*SEEDS) | {"dropout_mask": views["dropout_mask"]})
+        return Operands(arrays, views, options.without(*_SEEDS) | {"dropout_mask": views["dropout_mask"]})
 
     def key_specs(self, rank: int, dtype: Any = None) -> list[Spec]:
         """Return the shapes and dtypes of the keys and values that a member holds, or of their gradients."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..extend import Builder, Call, CallKey, Unsupported, View, cupy_runtime, read_flag
-from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, has_own_axes, takes_default
+from ..extend.arrays import REQUESTS, check_strides_of, has_own_axes, takes_default
 from ..extend.calls import BoundPrograms, ReadCall, read, run, run_cached
 from ..extend.kernels import copy_by_rows
 from ..extend.options import kept_options
@@ -17,7 +17,7 @@ from .agreement import Agreement, Parser, agreed_options
 from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
-from .group_arguments import HostOffsets, abbreviated, packed_lengths, read_length
+from .group_arguments import CU_SEQLENS, HostOffsets, abbreviated, check_engine, packed_lengths, read_length
 from .group_report import ParallelReport, report
 from .member_steps import MemberSteps
 from .shards import ShardLayout
@@ -315,7 +315,8 @@ class ContextParallel:
         """Return a call as a value."""
         key = CallKey(of, (*arrays,), (*arrays.values(),), _with_offsets(options))
         parser = Parser(self._agreement, of, self._programs.built)
-        return Call(key, parser, of.results, agreed_options, programs=self._programs)
+        check = functools.partial(check_engine, options)
+        return Call(key, parser, of.results, agreed_options, check=check, programs=self._programs)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """Return this member's part of an array that every member has.

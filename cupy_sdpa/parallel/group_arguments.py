@@ -9,14 +9,17 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_operands
-from ..extend.arrays import CU_SEQLENS, InterpretedArray, Problem, check_strides_of, device_of, expected_arrays, tensor_name
+from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_array, read_operands
+from ..extend.arrays import Problem, check_strides_of, expected_arrays
 from ..extend.calls import Operands, read_forward
 from ..extend.functions import FUNCTIONS, function_identities
 from ..extend.options import OPTIONS, ReadOptions, refused_by
 from .configuration import Configuration, Request
 from .positions import functions_of
 from .shards import ShardLayout
+
+#: The offsets of packed sequences: of whole sequences, which are cut on the host.
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
 class HostOffsets:
@@ -38,10 +41,20 @@ class HostOffsets:
 def read_member_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
     """Read the arrays and the options of a call; the offsets of whole sequences are read where these are cut, on the host."""
     passed = [name for name in CU_SEQLENS if options.get(name) is not None]
-    stand_ins = {name: View.dense(name, (0,), np.int32, device_of(arrays["q"])) for name in passed}
+    device = View.of("q", read_array("q", arrays["q"])).storage.device
+    stand_ins = {name: View.dense(name, (0,), np.int32, device) for name in passed}
     operands, views, read = read_operands(arrays, {**options, **stand_ins})
     of_member = {name: x for name, x in operands.items() if name not in CU_SEQLENS}
     return Operands(of_member, {name: views[name] for name in of_member}, read.without(*CU_SEQLENS))
+
+
+def check_engine(options: Mapping[str, Any]) -> None:
+    """Raise Unsupported for ``engine="cupy"``."""
+    if isinstance(engine := options.get("engine"), str) and engine == "cupy":
+        raise Unsupported(
+            "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine for "
+            "cuDNN, or pass numpy arrays"
+        )
 
 
 def configure(rank: int, size: int, operands: Operands, options: Mapping[str, Any], of: Request) -> Configuration:
@@ -57,11 +70,6 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: operands.views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")
-    if isinstance(operands.arrays["q"], InterpretedArray):
-        raise Unsupported(
-            "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine for "
-            "cuDNN, or pass numpy arrays"
-        )
     packed = any(options.get(name) is not None for name in CU_SEQLENS)
     for name, array in given.items():
         expected = (3 if packed else 4) - (name == "stats")
@@ -209,7 +217,7 @@ def abbreviated(value: Any) -> str:
 def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Any:
     """Return a hashable value that is equal for calls with the same configuration, or None."""
     key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
-    tensors = {tensor_name(name): x for name, x in (options.get("tensors") or {}).items()}
+    tensors = {f"tensors: {name}": x for name, x in (options.get("tensors") or {}).items()}
     others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}
     for name, value in {**arrays, **others, **tensors}.items():
         if name in arrays and (remedy := getattr(type(value), "_not_an_array", None)):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, View
-from ..extend.arrays import BACKWARD, REQUESTS
+from ..extend.arrays import REQUESTS
 from ..extend.calls import GivenStats, Program, passes
 from ..extend.kernels import copy_by_rows
 from ..extend.options import ReadOptions
@@ -115,6 +115,6 @@ def attend_backward(
     builder: Builder, arrays: Sequence[View], options: ReadOptions, *, deterministic: bool, given_stats: GivenStats
 ) -> None:
     """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
-    views = dict(zip(BACKWARD, arrays, strict=True))
+    views = dict(zip(("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, strict=True))
     outputs: dict[str, Any] = dict.fromkeys(REQUESTS, False)
     passes.add(builder, views, options, deterministic=deterministic, given_stats=given_stats, **outputs)

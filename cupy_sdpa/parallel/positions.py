@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, View
-from ..extend.arrays import LENGTHS, Problem
+from ..extend.arrays import Problem
 from ..extend.functions import AXES, FUNCTIONS, Access, Recorded, record, relocated, trace_functions
 from ..extend.options import OPTIONS, ReadOptions
 
@@ -51,7 +51,7 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
     scalars = {**options.scalars}
     (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
     sizes = dict(zip(("Skv", "Sq", "Hq", "B"), ((j, keys), (i, queries), (h, heads), (b, entries)), strict=True))
-    of_lengths = dict(zip(LENGTHS, ((i, queries), (j, keys)), strict=True))
+    of_lengths = {"seq_lens_q": (i, queries), "seq_lens_kv": (j, keys)}
     for name, array in options.items():
         if OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
             continue

@@ -158,7 +158,7 @@ def as_int32(name: str, array: Any) -> Any:
 
 def spec_of(name: str, array: Any) -> TensorSpec:
     """Return what a problem depends on, if the array or view is its array of this name."""
-    return (array if isinstance(array, View) else View.of(name, array)).spec(name)
+    return View.of(name, array).spec(name)
 
 
 def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:

@@ -59,6 +59,15 @@ class Conversion:
             }
         self.makes_views = self._sharing.keeps_arrays
 
+    @classmethod
+    def of(cls, q: Any, options: Mapping[str, Any]) -> Conversion | None:
+        """Return the conversion of a call; None for arrays of numpy or CuPy that have the package's axes."""
+        return cls(q, options) if needs_conversion(q, options) else None
+
+    def call(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = (), **flags: Any) -> Any:
+        """Call a function on the converted arrays and options, with further arguments, see :meth:`run`."""
+        return self.run(functools.partial(function, **self.options, **flags), arrays, results)
+
     def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = ()) -> Any:
         """Call a function that takes the arrays by name, on converted arrays.
 
@@ -106,18 +115,6 @@ class Conversion:
         if name == "tensors" and isinstance(value, Mapping):
             return {key: self._sharing.shared(tensor_name(key), x) for key, x in value.items()}
         return self._axes.option(name, self._sharing.shared(name, value))
-
-
-def convert(
-    function: Callable[..., Any],
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    results: Sequence[str] = (),
-    **flags: Any,
-) -> Any:
-    """Call a function on converted arrays and options, with further arguments, see :meth:`Conversion.run`."""
-    conversion = Conversion(arrays["q"], options)
-    return conversion.run(functools.partial(function, **conversion.options, **flags), arrays, results)
 
 
 def gradient_names(requests: Mapping[str, Any]) -> tuple[str, ...]:

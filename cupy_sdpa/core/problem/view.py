@@ -59,7 +59,9 @@ class View:
 
     @classmethod
     def of(cls, name: str, array: Any) -> View:
-        """Return the view of a whole array of the caller; only its metadata are read."""
+        """Return the view of a whole array of the caller, or a view by another name; only its metadata are read."""
+        if isinstance(array, View):
+            return replace(array, storage=array.storage._replace(name=name))
         if not cupy_runtime.is_array(array):
             return cls(Storage(name, 16, None), array.dtype, array.shape, array.strides)
         storage = Storage(name, alignment_of(array.data.ptr), array.data.device_id)

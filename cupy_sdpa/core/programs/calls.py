@@ -17,14 +17,14 @@ import numpy as np
 
 from ..boundary.argument import INT32, as_int32, read_array
 from ..boundary.arguments import read_forward
-from ..boundary.conversion import Conversion, needs_conversion
+from ..boundary.conversion import Conversion
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey
 from ..replay.replay_cache import BoundPrograms, cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime
-from .executor import ReadCall, is_any_array, view_of
+from .executor import ReadCall, is_any_array
 
 Arrays = Mapping[str, Any]
 Options = Mapping[str, Any]
@@ -67,9 +67,7 @@ class Call(NamedTuple):
         if self.check:
             self.check()
         _, names, arrays, options = self.key
-        if not self.results or not needs_conversion(q := arrays[names.index("q")], options):
-            return None
-        return Conversion(q, options)
+        return Conversion.of(arrays[names.index("q")], options) if self.results else None
 
     def decided(self, conversion: Conversion | None) -> CallKey:
         """Return the arrays with the package's axes and the decided options, with which the program is built."""
@@ -266,7 +264,7 @@ def _on_gpu(key: CallKey) -> CallKey:
         value = as_int32(name, value) if name in INT32 else value
         if not is_any_array(value):
             return value
-        view = view_of(name, value)
+        view = View.of(name, value)
         return view if view.storage.device is not None else replace(view, storage=view.storage._replace(device=0))
 
     options = {name: on_gpu(name, value) for name, value in key.options.items()}

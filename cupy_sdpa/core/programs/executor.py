@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -405,18 +405,13 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     check_option_names(options)
     passed, tensors, _ = read_arrays(arrays, options)
     operands = passed | tensors
-    views = {name: view_of(name, array) for name, array in operands.items()}
+    views = {name: View.of(name, array) for name, array in operands.items()}
     of_options = {name: view for name, view in views.items() if name not in arrays}
     described = {name: of_options.get(name, value) for name, value in options.items() if value is not None}
     if tensors:
         described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
     head_dim, *_ = views["q"].shape or (0,)
     return Operands(operands, views, read_options(described, head_dim))
-
-
-def view_of(name: str, array: Any) -> View:
-    """Return the view of a whole array, or a view by another name."""
-    return replace(array, storage=array.storage._replace(name=name)) if isinstance(array, View) else View.of(name, array)
 
 
 def is_any_array(value: Any) -> bool:
@@ -482,5 +477,5 @@ def _program_key(key: CallKey, views: Mapping[str, View]) -> Hashable | None:
     options = {name: value for name, value in key.options.items() if name != "tensors"}
     arrays = {name for name, value in options.items() if is_any_array(value)}
     read = read_key(HOST, key.tag, (), {name: value for name, value in options.items() if name not in arrays})
-    unread = (view_of(name, options[name]) for name in options if name in arrays and name not in views)
+    unread = (View.of(name, options[name]) for name in options if name in arrays and name not in views)
     return read and (read[0], *views.values(), *unread)

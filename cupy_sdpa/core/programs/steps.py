@@ -17,6 +17,7 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, numpy_dtype
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
+from ..runtime.interpreted_array import InterpretedArray, plain
 
 
 class Constant:
@@ -50,6 +51,15 @@ class Constant:
             cupy_runtime.cupy().cuda.get_current_stream().synchronize()  # other streams may use it next
             self._copies[context] = copy
         return self._copies[context]
+
+    def like(self, array: Any) -> Any:
+        """Return the elements as an array of the engine and the device of another array."""
+        on_engine = plain(array)
+        if not cupy_runtime.is_array(on_engine):
+            return self.array
+        with cupy_runtime.device_context(on_engine):
+            copy = self.on_device()
+        return copy if on_engine is array else InterpretedArray(copy)
 
 
 class Scalar(NamedTuple):
