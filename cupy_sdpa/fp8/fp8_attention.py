@@ -121,7 +121,7 @@ def attention(
         "out_dtype": out_dtype,
         "out_scale": out_scale,
     }
-    results = results_of(_call((q, k, v, None, stats), options, **flags))
+    results = results_of(_fp8_call((q, k, v, None, stats), options, **flags))
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -149,7 +149,7 @@ class _Request(NamedTuple):
         """Check the arguments that are not arrays."""
         refuse_fp8(self.options)
         check_names({**self.options, "block_mask": None})  # which becomes a dense mask
-        _check(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
+        _check_fp8_call(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
 
     def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options with a dense mask instead of ``block_mask``."""
@@ -193,7 +193,7 @@ class _Request(NamedTuple):
     ("q", "k", "v", "out", "stats"),
     {"return_stats": False, "return_amax": False, "out_dtype": None, "out_scale": None},
 )
-def _call(
+def _fp8_call(
     arrays: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
@@ -225,7 +225,7 @@ def _call(
 
 
 #: The call of :func:`cupy_sdpa.attention` of arrays of this type.
-Fp8Array._call_of = staticmethod(_call)
+Fp8Array._call_of = staticmethod(_fp8_call)
 
 
 def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
@@ -329,7 +329,7 @@ def _dtype_of(q: Any) -> str:
     return name
 
 
-def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, out_scale: Any) -> str | None:
+def _check_fp8_call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, out_scale: Any) -> str | None:
     """Check the arguments that are not arrays; return the dtype of the output, None for FP8."""
     converts = type(q) is not Fp8Array
     name = _dtype_of(q) if converts else out_dtype

@@ -116,7 +116,7 @@ def forward(
         given["out"] = builder.temporary(out.shape, numpy_dtype(dtype, on_gpu=builder.on_gpu))
     elif out_dtype is not None:
         given.pop("scale_out", None)
-    call = _read(given, options, dtype, out_dtype if direct else None, return_stats)
+    call = _read_fp8_call(given, options, dtype, out_dtype if direct else None, return_stats)
     builder.call("attention", call)
     if not direct:
         scaled = out if out.flags.f_contiguous else builder.temporary(out.shape, out.dtype)
@@ -151,7 +151,7 @@ def _forward_with_mean(
         given["out"] = target
     if "stats" not in given:
         given["stats"] = builder.temporary(row_stats_shape(given["q"].shape), np.float32)
-    call = _read(given, options, dtype, written, return_stats or True)
+    call = _read_fp8_call(given, options, dtype, written, return_stats or True)
     builder.call("attention", call)
     weights = mean_kernels.Weights(given["stats"], options.get("sinks"))
     scaled = mean_kernels.Scaled(scale if out_dtype is None else None, amax)
@@ -168,7 +168,9 @@ def _forward_with_mean(
     return call
 
 
-def _read(views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype: str | None, return_stats: Any) -> BoundProblem:
+def _read_fp8_call(
+    views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype: str | None, return_stats: Any
+) -> BoundProblem:
     """Return the call of FP8 arrays; ``out`` may be missing."""
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
     typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
@@ -192,7 +194,7 @@ def read_results(
         given["descale_q"] = given["descale_k"]
     if out_dtype is not None:
         given.pop("scale_out", None)
-    return _read(given, options, dtype, out_dtype, return_stats)
+    return _read_fp8_call(given, options, dtype, out_dtype, return_stats)
 
 
 def keep_in_fp8(

@@ -114,7 +114,7 @@ def quantize_all(
         return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths, centered=centered), arrays, layout)
 
     key = CallKey(("quantize", dtype, *rotations, *centered), (*names, *of_lengths), (*arrays, *lengths), {})
-    parse = functools.partial(_parse, dtype=dtype, rotations=rotations, centered=centered)
+    parse = functools.partial(_parse_conversion, dtype=dtype, rotations=rotations, centered=centered)
     results = results_of(Call(key, parse))
     made, factors, means = results[: len(names)], results[len(names)], iter(results[len(names) + 1 :])
     return [
@@ -126,7 +126,7 @@ def quantize_all(
     ]  # fmt: skip
 
 
-def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]) -> ReadCall:
+def _parse_conversion(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]) -> ReadCall:
     """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
     arrays, names, of_lengths = key.named(), _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
     several = len(names) > 1

@@ -103,7 +103,7 @@ def _copy_pages_kernel(unit: str) -> str:
 def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
     """Return a copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
     if not cupy_runtime.is_array(storages[0]):
-        return [storage[:, *_rows(storage, rows)] for storage in storages]
+        return [storage[:, *_row_index(storage, rows)] for storage in storages]
     saved = []
     for storage in storages:
         dim, _, heads, _, layers = storage.shape
@@ -116,12 +116,12 @@ def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int
     """Write rows from the result of :func:`read_rows`, beginning with its row ``first``."""
     if not cupy_runtime.is_array(storages[0]):
         for storage, copied in zip(storages, saved, strict=True):
-            storage[:, *_rows(storage, rows)] = copied[first : first + len(rows)]
+            storage[:, *_row_index(storage, rows)] = copied[first : first + len(rows)]
         return
     _copy_rows(storages, saved, list(enumerate(rows, first)), to_storage=True)
 
 
-def _rows(storage: Any, rows: Sequence[int]) -> tuple[Any, ...]:
+def _row_index(storage: Any, rows: Sequence[int]) -> tuple[Any, ...]:
     """Return the index of rows in a numpy array."""
     pages, places = np.divmod(np.array(rows), storage.shape[1])
     return places, slice(None), pages

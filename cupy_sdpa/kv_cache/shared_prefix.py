@@ -86,7 +86,7 @@ def shared_prefix_attention(
     """
     if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
-    results = results_of(_call((q, k, v, out), options, shared_prefix=shared_prefix, return_stats=return_stats))
+    results = results_of(_shared_prefix_call((q, k, v, out), options, shared_prefix=shared_prefix, return_stats=return_stats))
     return tuple(results) if return_stats else results[0]
 
 
@@ -94,14 +94,16 @@ _NAMES = ("q", "k", "v", "out")
 
 
 @operation(shared_prefix_attention, _NAMES, {"shared_prefix": None, "return_stats": False}, ("q", "k", "v", "shared_prefix"))
-def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix: int, return_stats: Any) -> Call:
+def _shared_prefix_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix: int, return_stats: Any) -> Call:
     """Return a call of :func:`shared_prefix_attention` as a value."""
     tag = ("shared prefix", repr(shared_prefix), bool(return_stats))
-    parse = functools.partial(_parse, shared_prefix=shared_prefix, return_stats=return_stats)
-    return Call(CallKey(tag, _NAMES, arrays, options), parse, ("out", "stats"), check=functools.partial(_refuse, options))
+    parse = functools.partial(_parse_shared_prefix, shared_prefix=shared_prefix, return_stats=return_stats)
+    return Call(
+        CallKey(tag, _NAMES, arrays, options), parse, ("out", "stats"), check=functools.partial(_refuse_options, options)
+    )
 
 
-def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
+def _parse_shared_prefix(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
     """Check the arguments of :func:`shared_prefix_attention`."""
     if isinstance(key.array("k"), Fp8Array):
         raise TypeError(
@@ -192,7 +194,7 @@ def _check_prefix(q: Array, k: Array, shared_prefix: int, options: ReadOptions) 
         raise ValueError(f"causal is {options.causal!r}; with a shared prefix it must be 'bottom_right' or False")
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
+def _refuse_options(options: Mapping[str, Any]) -> None:
     """Check that no option is passed that the parts do not take: queries see the whole prefix, and masks are after it."""
     for name, option in OPTIONS.items():
         if not takes("shared_prefix_attention", option) and option.is_passed(options.get(name)):

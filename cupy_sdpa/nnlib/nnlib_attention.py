@@ -72,7 +72,7 @@ def dot_product_attention(
     True
     """
     if unknown:
-        _refuse(unknown)
+        _refuse_option(unknown)
     arrays, alpha = {"q": q, "k": k, "v": v}, read_flag("alpha", alpha)
     if fdrop is None:
         y = _run(attention, arrays, bias, mask, nheads, compute_dtype, engine)
@@ -123,7 +123,7 @@ def dot_product_attention_vjp(
     [(8, 5, 2), (8, 5, 2), (8, 5, 2)]
     """
     if unknown:
-        _refuse(unknown)
+        _refuse_option(unknown)
     arrays = {"q": q, "k": k, "v": v}
     if compute_dtype is not None:
         return _vjp_in(compute_dtype, arrays, bias, mask, nheads, engine)
@@ -201,7 +201,7 @@ def _vjp_in(
     return y, pullback
 
 
-def _refuse(unknown: dict[str, Any]) -> None:
+def _refuse_option(unknown: dict[str, Any]) -> None:
     """Raise TypeError for an option that NNlib.jl's function does not have."""
     for name in unknown:
         fix = "cupy_sdpa.attention, which has more options, takes arrays (head_dim, heads, seq, batch)"

@@ -38,7 +38,7 @@ def dot_product_attention_scores(
     >>> dot_product_attention_scores(x, x)[:, 0, 0, 0].round(3).tolist()
     [0.333, 0.333, 0.333]
     """
-    bias, mask = _check(q, k, bias, mask)
+    bias, mask = _check_score_arrays(q, k, bias, mask)
     xp, work = cupy_runtime.array_module(q), _accumulation_dtype(q)
     # S_ji = k_j . q_i / sqrt(d); matmul needs (B, nheads, kv_len, q_len)
     scaled = q.astype(work) / work.type(math.sqrt(q.shape[0]))
@@ -57,7 +57,7 @@ def dot_product_attention_scores(
     return weights if fdrop is None else fdrop(weights)
 
 
-def _check(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
+def _check_score_arrays(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
     """Check the arguments; returns bias and mask as arrays or None."""
     check_array("q", q)
     check_array("k", k)
