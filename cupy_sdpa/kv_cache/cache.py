@@ -212,7 +212,7 @@ class KVCache(CacheSequences):
         >>> cache.keys().shape
         (8, 2, 16, 4)
         """
-        return self._arrays(self._keys, 0, layer, self.layout)
+        return self._arrays(self._keys, 0, layer, Axes(self.layout))
 
     def values(self, layer: int = 0) -> Any:
         """Return a layer's values in all pages, as :meth:`keys` returns its keys.
@@ -230,7 +230,7 @@ class KVCache(CacheSequences):
         >>> cache.values().shape
         (4, 2, 16, 4)
         """
-        return self._arrays(self._values, 1, layer, self.layout)
+        return self._arrays(self._values, 1, layer, Axes(self.layout))
 
     @refuse_names
     def view(self, layer: int = 0, *, seq_lens_q: Array | EllipsisType | None = ...) -> dict[str, Any]:
@@ -273,7 +273,8 @@ class KVCache(CacheSequences):
         """
         queries = self._of_queries() if seq_lens_q is ... else {} if seq_lens_q is None else {"seq_lens_q": seq_lens_q}
         layout = self.layout and ("thd" if "cu_seqlens_q" in queries else self.layout)
-        k, v = (self._arrays(layers, side, layer, layout) for side, layers in enumerate((self._keys, self._values)))
+        axes = Axes(layout)
+        k, v = (self._arrays(layers, side, layer, axes) for side, layers in enumerate((self._keys, self._values)))
         of_layout = {} if layout is None else {"layout": layout}
         return {"k": k, "v": v, "page_table": self.table, "seq_lens_kv": self.lengths, **queries, **of_layout}
 
@@ -300,10 +301,9 @@ class KVCache(CacheSequences):
             )
         return {} if step.changed else {"seq_lens_q": counts, "max_seqlen_q": most}
 
-    def _arrays(self, layers: list[Any], side: int, layer: int, layout: str | None) -> Any:
+    def _arrays(self, layers: list[Any], side: int, layer: int, axes: Axes) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
-        pages = self._fp8.array(pages, side, layer) if self._fp8 else pages
-        return pages if layout is None else Axes(layout).result("kv"[side], pages)
+        return axes.result("kv"[side], self._fp8.array(pages, side, layer) if self._fp8 else pages)
 
     @refuse_names
     def begin_step(self, seq_lens_q: int | Sequence[int] | NDArray[Any] = 1) -> None:

@@ -200,15 +200,18 @@ def run(
 
     Args:
         call: the call.
-        looked_up: the key that was looked up; the call's arrays are views of its arrays, or copies. Default None: the call's
-            own key.
+        looked_up: the key that was looked up; the call's arrays are views of its arrays. If one is a copy, the call is looked
+            up and cached with its own key. Default None: the call's own key.
         tag: the tag of the call's own key that was looked up. Default None: the call's tag.
         check: raises an error if the call must not run. It is called before anything runs.
         back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
 
-    The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask or a copy, or other options.
-    Then it is cached with these arrays and the options that were decided, and looked up with them first.
+    The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. Then it
+    is cached with the options that were decided, and looked up with them first.
     """
+    if looked_up is not None and not _has_views_of(looked_up, call.key):
+        returned = results_of(call)
+        return returned if back is None else back(returned)
     if tag is not None:
         call = call._replace(key=call.key._replace(tag=tag))
     conversion = call.conversion()
@@ -217,7 +220,7 @@ def run(
     with context():
         decided = call.decided(conversion)
         is_bound = decided.options is options and (conversion is None or conversion.makes_views)
-        is_bound = is_bound and (looked_up is None or (is_cacheable(looked_up) and _has_views_of(looked_up, call.key)))
+        is_bound = is_bound and (looked_up is None or is_cacheable(looked_up))
         read_call = None if check is None else _read(call, decided)
     if check is not None and read_call is not None:
         check(read_call)  # its errors name the package's axes
