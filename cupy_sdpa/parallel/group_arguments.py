@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_array, read_operands
+from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_operands
 from ..extend.arrays import Problem, check_strides_of, expected_arrays
 from ..extend.calls import Operands, read_forward
 from ..extend.functions import FUNCTIONS, function_identities
@@ -41,8 +41,7 @@ class HostOffsets:
 def read_member_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
     """Read the arrays and the options of a call; the offsets of whole sequences are read where these are cut, on the host."""
     passed = [name for name in CU_SEQLENS if options.get(name) is not None]
-    device = View.of("q", read_array("q", arrays["q"])).storage.device
-    stand_ins = {name: View.dense(name, (0,), np.int32, device) for name in passed}
+    stand_ins = dict.fromkeys(passed, arrays["q"])  # any array on the right device, because only its presence counts
     operands, views, read = read_operands(arrays, {**options, **stand_ins})
     of_member = {name: x for name, x in operands.items() if name not in CU_SEQLENS}
     return Operands(of_member, {name: views[name] for name in of_member}, read.without(*CU_SEQLENS))
