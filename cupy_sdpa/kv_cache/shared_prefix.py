@@ -30,7 +30,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.calls import ReadCall, passes, read_forward
-from ..extend.options import OPTIONS, Options, ReadOptions, takes
+from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
 from ..fp8.array import Fp8Array
 from .shared_prefix_kernel import divide
 
@@ -196,8 +196,8 @@ def _check_prefix(q: Array, k: Array, shared_prefix: int, options: ReadOptions) 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Check that no option is passed that the parts do not take: queries see the whole prefix, and masks are after it."""
-    for name, option in OPTIONS.items():
-        if not takes("shared_prefix_attention", option) and option.is_passed(options.get(name)):
+    for name in refused_by("shared_prefix_attention"):
+        if OPTIONS[name].is_passed(options.get(name)):
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 

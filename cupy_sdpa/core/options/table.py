@@ -277,7 +277,7 @@ def takes(function: str, option: Option) -> bool:
     >>> takes("attention_vjp", OPTIONS["page_table"]), takes("attention_vjp", OPTIONS["sinks"])
     (False, True)
     """
-    return function in option.taken if function in OF_FEW_OPTIONS else option.name not in refused_by(function)
+    return option.name not in refused_by(function)
 
 
 @functools.cache
@@ -286,6 +286,8 @@ def refused_by(function: str) -> Mapping[str, str]:
 
     A function that splits its calls takes no option whose row does not say what a part gets.
     """
+    if function in OF_FEW_OPTIONS:
+        return {row.name: "" for row in OPTIONS.values() if function not in row.taken}
     in_parts = function in OF_PARTS
     rows = (row for row in OPTIONS.values() if function in row.refused or (in_parts and not row.parts))
     return {row.name: row.refused.get(function, _NO_PARTS) for row in rows}
