@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Check, Expected, View, check_arrays, numpy_dtype, row_stats_shape
+from ..extend import Builder, Check, Expected, View, numpy_dtype, row_stats_shape
 from ..extend.calls import BoundProblem, passes, read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
@@ -42,7 +42,7 @@ def add_conversions(
     dense = []
     for source, x in zip(sources, lengths, strict=True):
         if x is not None:
-            builder.checks.append(Check(functools.partial(check_arrays, [expected_lengths(source)]), {"lengths": x}))
+            builder.checks.append(Check(functools.partial(_check_lengths, expected_lengths(source)), {"lengths": x}))
             x = x if x.flags.c_contiguous else builder.copied(x)
         dense.append(x)
     for source, mean, n in zip(sources, means, dense, strict=False):
@@ -65,6 +65,10 @@ def add_conversions(
 def expected_lengths(source: Any) -> Expected:
     """Return what the lengths of the batch items of an array to convert must be."""
     return Expected("lengths", tuple(source.shape[3:]), "int32", "(B,)", most=source.shape[2])
+
+
+def _check_lengths(expected: Expected, arrays: Mapping[str, Any]) -> None:
+    expected.check_elements(arrays["lengths"])
 
 
 def mean_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from ..extend import (
     View,
     arrays_on_gpu,
     as_int32,
-    check_arrays,
     composed,
     cupy_runtime,
     dtype_name,
@@ -303,7 +302,7 @@ class DelayedScaling:
         lengths = as_int32("lengths", lengths)
         check_type("x", x)
         check_source(x, lengths)
-        check_arrays([expected_lengths(x)], {"lengths": lengths})
+        expected_lengths(x).check_elements(lengths)
         part = fp8_kernels.rotation_of(x.shape[0]) if self.rotate else 1
         with cupy_runtime.device_context(x):
             if lengths is not None and not lengths.flags.c_contiguous:

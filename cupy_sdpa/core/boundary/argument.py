@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..errors import in_words
-from ..problem.arrays import CU_SEQLENS, INTEGERS, OPTION_ARRAYS, SEEDS
+from ..problem.arrays import INTEGERS, OPTION_ARRAYS, SEEDS
 from ..problem.tensor_spec import Expected, TensorSpec, byte_range, check_spec
 from ..problem.view import Elements, View, device_of
 from ..runtime import cupy_runtime
@@ -226,21 +226,6 @@ def check_separate(results: Iterable[str], arrays: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} overlaps {other} in memory: results would overwrite it; pass a separate array")
 
 
-def check_counts(name: str, lengths: Any, most: int) -> None:
-    """Check the values of lengths on the CPU; raises ValueError."""
-    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
-        raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
-
-
-def check_offsets(name: str, starts: Any, total: int) -> None:
-    """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
-    if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
-        raise ValueError(
-            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: if you have "
-            "lengths, pass np.cumsum([0, *lengths])"
-        )
-
-
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
     """Check the dtypes and shapes of arrays that a call does not read as arrays of its problem; None is skipped.
 
@@ -259,10 +244,7 @@ def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> Non
     if checked:
         arrays_on_gpu(passed)
     for one in checked:
-        array = passed[one.name]
-        check_spec(spec_of(one.name, array), one)
-        if one.most is not None and isinstance(array, np.ndarray):
-            check = check_offsets if one.name in CU_SEQLENS else check_counts
-            check(one.name, array, one.most)
+        check_spec(spec_of(one.name, passed[one.name]), one)
+        one.check_elements(passed[one.name])
         if one.writable:
             check_separate([one.name], passed)

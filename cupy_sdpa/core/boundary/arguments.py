@@ -14,13 +14,22 @@ from ..options.values import is_one_of, read_flag
 from ..problem.arrays import ARRAYS, CU_SEQLENS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SEEDS, has_score_axes
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem, row_stats_shape
-from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, TensorSpec, dense_spec, has_callers_axes, numpy_dtype
+from ..problem.tensor_spec import (
+    FLOAT_DTYPES,
+    ITEMSIZE,
+    TensorSpec,
+    check_counts,
+    check_offsets,
+    dense_spec,
+    has_callers_axes,
+    numpy_dtype,
+)
 from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from . import layouts, user_functions
-from .argument import check_counts, check_offsets, check_separate, read_arrays, spec_of, tensor_name
+from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .axes import Axes
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names

@@ -189,6 +189,32 @@ class Expected(NamedTuple):
     writable: bool = False
     most: int | None = None
 
+    def check_elements(self, array: Any) -> None:
+        """Check the values of lengths or offsets, on the CPU only: reading them from the GPU would synchronize.
+
+        >>> Expected("lengths", (2,), "int32", "(B,)", most=4).check_elements(np.int32([3, 5]))
+        Traceback (most recent call last):
+        ValueError: lengths has lengths from 3 to 5; they must be from 0 to 4
+        """
+        if self.most is not None and isinstance(array, np.ndarray):
+            check = check_offsets if self.name.startswith("cu_seqlens") else check_counts
+            check(self.name, array, self.most)
+
+
+def check_counts(name: str, lengths: Any, most: int) -> None:
+    """Check the values of lengths on the CPU; raises ValueError."""
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+        raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
+
+
+def check_offsets(name: str, starts: Any, total: int) -> None:
+    """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
+    if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
+        raise ValueError(
+            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: if you have "
+            "lengths, pass np.cumsum([0, *lengths])"
+        )
+
 
 def check_spec(spec: TensorSpec, expected: Expected) -> None:
     """Check the dtype, the shape and, for results, the strides of an array."""
