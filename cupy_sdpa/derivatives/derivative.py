@@ -12,15 +12,18 @@ from ..block_masks.method import check as check_mask
 from ..extend import (
     Array,
     Builder,
+    CallKey,
     Check,
     Expected,
     Unsupported,
     View,
     check_arrays,
+    composed,
     cupy_runtime,
     dtype_name,
     in_words,
     read_array,
+    read_operands,
     row_stats_dtype,
     row_stats_shape,
     takes_options,
@@ -28,7 +31,7 @@ from ..extend import (
 from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, convert, expected_arrays, needs_conversion
 from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
 from ..extend.functions import FUNCTIONS
-from ..extend.kernels import concatenate, row_means
+from ..extend.kernels import row_means
 from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
@@ -91,9 +94,8 @@ def derivative(
         checked = {name: views[name] for name in ("q", "k", "v", *WIDENED) if name in views}
         builder.checks.append(Check(functools.partial(check_copies, dtype), checked))
     else:
-        wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda like, *array: builder.temporary(*array))
-        if wanted:
-            builder.run(concatenate, wanted, writes=[one.target for one in wanted])
+        wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda name, *array: builder.temporary(*array))
+        builder.concatenate(wanted)
     own_stats, wide_dtype = stats, np.dtype(row_stats_dtype(q.dtype))
     if form.scores and (stats is None or stats.dtype != wide_dtype):  # the derivative needs the log-sum-exp in full precision
         stats = builder.temporary(row_stats_shape(q.shape), wide_dtype)
@@ -111,12 +113,17 @@ def derivative(
             means = scores
         elif not form.centered:
             means = gradient("means", wide.ones, products, options.without(*DROPOUT) | {"dropout": 0.0})
-    terms = Terms(scores, output if form.values else None, means, form.head_dim, form.value_dim, form.mean_index)
-    given = (terms, output, out, dout) if form.values else (terms, output, None, dout)
+    mean = None if means is None else means[form.mean_index : form.mean_index + 1]
+    of_scores = None if scores is None else scores[form.head_dim : form.head_dim + form.value_dim]
+    if form.values:
+        terms = Terms(of_scores, output[form.value_dim :], mean)
+        given = (terms, output[: form.value_dim], out, dout)
+    else:
+        given = (Terms(of_scores, None, mean), output, None, dout)
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
     if dstats and form.scores:
         rows = (products, wide.dout) if form.centered else (None, None)
-        builder.run(row_means, dstats, stats, *rows, means, form.mean_index, options.scalars["scale"], writes=[dstats])
+        builder.run(row_means, dstats, stats, *rows, mean, options.scalars["scale"], writes=[dstats])
     elif dstats:
         builder.fill(dstats, 0)
     if own_stats is not None and own_stats is not stats:
@@ -279,10 +286,23 @@ def widen(
         q, k, v, (dq, dk, dv), None, {**others, "block_mask": layer_option and layer_option.value}, deterministic=deterministic
     )
     _check_options(q, k, v, others)
-    with cupy_runtime.device_context(q):
-        made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
-        concatenate(wanted)
-    return made
+    return _written(form, {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv})
+
+
+def _written(form: DerivativeForm, given: Mapping[str, Any]) -> Widened:
+    """Return the wider arrays of some arrays, by a program of one step."""
+    arrays, views, _ = read_operands(given, {})
+    device = views["q"].storage.device
+    tangents = views.get("dq"), views.get("dk"), views.get("dv")
+
+    def new(name: str, shape: tuple[int, ...], dtype: Any) -> View:
+        return View.dense(f"widened.{name}", shape, dtype, device)
+
+    wide, wanted = wide_arrays(form, (views["q"], views["k"], views["v"]), tangents, new, copied=True)
+    results = {f"widened.{name}": view for name, view in wide.named().items()}
+    key = CallKey(("widen", form), tuple(given), tuple(given.values()), {})
+    call = composed(key, arrays, views, results, lambda builder: builder.concatenate(wanted))
+    return wide._replace(**dict(zip(wide.named(), call.run(), strict=True)))
 
 
 def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
