@@ -28,9 +28,8 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import CU_SEQLENS, REQUESTS, check_strides_of, convert, expected_arrays, needs_conversion
+from ..extend.arrays import check_strides_of, convert, expected_arrays, needs_conversion
 from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
-from ..extend.functions import FUNCTIONS
 from ..extend.kernels import row_means
 from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
@@ -42,7 +41,7 @@ ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 #: The options that packed sequences need.
-_PACKING = (*CU_SEQLENS, "max_seqlen_q", "max_seqlen_kv")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 #: The refusal of derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
@@ -136,8 +135,8 @@ def derivative(
 
 def check_supported(options: Mapping[str, Any]) -> None:
     """Check that there are no tangents of options and no pages; raises Unsupported."""
-    for name in (request.removeprefix("return_") for request in REQUESTS):
-        if options.get(name) is not None:
+    for name, value in options.items():
+        if value is not None and name[:1] == "d" and name[1:] in Options.__annotations__:
             raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
@@ -307,7 +306,7 @@ def _written(form: DerivativeForm, given: Mapping[str, Any]) -> Widened:
 
 def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
     """Check the options as attention does. What only that call needs may be missing: ``tensors``, a seed, maximum lengths."""
-    passed = {name: x for name, x in options.items() if x is not None and name not in (*FUNCTIONS, "tensors")}
+    passed = {name: x for name, x in options.items() if x is not None and name not in ("score_mod", "mask_mod", "tensors")}
     if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
         passed["seed"] = 0
     if passed.keys().isdisjoint(_PACKING) or passed.keys() >= {*_PACKING}:

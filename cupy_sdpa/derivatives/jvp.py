@@ -11,9 +11,7 @@ from ..extend import (
     ArrayT,
     Call,
     CallKey,
-    Unsupported,
     View,
-    call_of,
     composed,
     numpy_dtype,
     operation,
@@ -24,13 +22,12 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import ROW_STATS, Problem, in_own_layout
-from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
-from ..extend.options import Options, check_converted, check_names, kept_options
-from ..extend.planning import problems_of, views_of_shapes
+from ..extend.arrays import Problem
+from ..extend.calls import ReadCall, decided_options, run, run_cached, split_options
+from ..extend.options import Options, check_converted
+from ..extend.planning import problems_of_shapes
 from .derivative import (
     ARRAYS,
-    NO_PAGED_DERIVATIVES,
     RESULTS,
     TANGENTS,
     WIDENED,
@@ -147,10 +144,10 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
     """Check the arguments of :func:`attention_jvp`."""
     layer_option, dtype, others = split_options(key.options)
     check_supported(others)
-    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
+    arrays, views, options = read_operands(key.named(), others)
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        check_converted({name: x for name, x in own.items() if name not in ROW_STATS}, results=("out", "dout"))
+        check_converted(own, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
     of_form, tangents = {**others, "block_mask": layer_option and layer_option.value}, (own["dq"], own["dk"], own["dv"])
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
@@ -220,11 +217,7 @@ def jvp_problems(
         raise ValueError(f"tangents contains {unknown[0]!r}; it can contain {', '.join(TANGENTS)}")
     if not tangents:
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
-    if options.get("page_table") is not None:
-        raise Unsupported(NO_PAGED_DERIVATIVES)
-    check_names({**options, "block_mask": None})
-    arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, own = views_of_shapes(**arrays, options=options, dtype=dtype)
-    views |= {name: views[name[1:]] for name in tangents}
+    shapes = {"q": q, "k": k, "v": v}
+    shapes |= {name: shapes[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
-    return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))
+    return problems_of_shapes(attention_jvp, shapes, options, dtype=dtype, **flags)

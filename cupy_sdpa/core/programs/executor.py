@@ -19,7 +19,7 @@ import numpy as np
 from ..boundary.argument import check_separate, read_arrays, tensor_name
 from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
-from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
+from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, kept_options
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
@@ -393,7 +393,7 @@ class Operands(NamedTuple):
 
 
 def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
-    """Read the arrays and the options of a call of several steps, each once.
+    """Read the arrays and the options of a call of several steps, each once; functions are recorded, see :func:`.kept_options`.
 
     Raises:
         TypeError, ValueError: an argument is not an array, an option does not exist, or has a wrong value.
@@ -404,6 +404,7 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     """
     check_option_names(options)
     passed, tensors, _ = read_arrays(arrays, options)
+    options = kept_options(arrays["q"], options)
     operands = passed | tensors
     views = {name: view_of(name, array) for name, array in operands.items()}
     of_options = {name: view for name, view in views.items() if name not in arrays}

@@ -12,7 +12,7 @@ from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
 from ..boundary.read_options import ReadOptions
-from ..boundary.user_functions import Gradients, gradient_name, kept_options
+from ..boundary.user_functions import Gradients, gradient_name
 from ..hooks import PassOption
 from ..problem.arrays import BACKWARD, FORWARD
 from ..problem.problem import row_stats_dtype, row_stats_shape
@@ -110,9 +110,8 @@ def _read_operands(
     result: Any,
 ) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
-    given = kept_options(key.array("q"), options)
-    scale = {"scale": given["scale"]} if is_per_head(given) else {}
-    arrays, views, options = read_operands(key.named() | scale, {**given, "scale": 1.0} if scale else given)
+    scale = {"scale": options["scale"]} if is_per_head(options) else {}
+    arrays, views, options = read_operands(key.named() | scale, {**options, "scale": 1.0} if scale else options)
     if scale:
         check_scales(views, dtype or dtype_name(views["q"].dtype))
         options |= {"scale": views["scale"]}
