@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..extend import (
     cupy_runtime,
     dtype_name,
     in_words,
+    numpy_dtype,
     read_array,
     read_operands,
     row_stats_dtype,
@@ -29,9 +31,9 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import check_strides_of, convert, expected_arrays, needs_conversion
-from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
+from ..extend.calls import decided_options, passes, read_forward
 from ..extend.kernels import row_means
-from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
+from ..extend.options import Options, ReadOptions, check_converted
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
@@ -42,6 +44,8 @@ TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 #: The options that packed sequences need.
 _PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+#: The options that a single pass does not take.
+_OF_STEPS = ("block_mask", "compute_dtype")
 #: The refusal of derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
@@ -62,30 +66,28 @@ def derivative(
     options: ReadOptions,
     *,
     form: DerivativeForm,
-    layer_option: PassOption | None = None,
-    dtype: str | None = None,
     deterministic: bool = False,
 ) -> None:
     """Add the steps that write the output, its derivative, and the log-sum-exp and its derivative if there are arrays for them.
 
     ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
+    dtype, options = options.compute_dtype, dataclasses.replace(options, compute_dtype=None)
     own, finish = passes.in_dtype(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
-    flags: dict[str, Any] = {"layer_option": layer_option, "deterministic": deterministic}
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
         """A forward pass."""
         builder.part = name
         given = {"q": q, "k": k, "v": values, "out": target} | ({} if stats is None else {"stats": stats})
-        passes.add(builder, given, options, return_stats=stats is not None, **flags)
+        passes.add(builder, given, options, return_stats=stats is not None, deterministic=deterministic)
 
     def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
         """Return the gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
-        passes.add(builder, given | made, options, given_stats="part", **flags)
+        passes.add(builder, given | made, options, given_stats="part", deterministic=deterministic)
         return made["dq"]
 
     if any(name in views for name in WIDENED):
@@ -143,11 +145,11 @@ def check_supported(options: Mapping[str, Any]) -> None:
 
 
 def read_form(
-    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
+    q: Any, k: Any, v: Any, tangents: Sequence[Any], widened: Widened | None, options: Any, *, deterministic: bool
 ) -> DerivativeForm:
     """Check the arrays, as far as copying them requires, and return the form of the derivative."""
     if not _may_copy(q, k, v):
-        read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
+        read_forward(q, k, v, {name: x for name, x in options.items() if name not in _OF_STEPS})  # raises
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
         check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:
@@ -199,9 +201,15 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
         array, copied = arrays[name], arrays.get(f"widened.{wide}")
         if not isinstance(array, np.ndarray) or copied is None:
             continue
-        own = array if dtype is None else cast(array, dtype, cupy_runtime.temporary)
+        own = array if dtype is None else _in_dtype(array, dtype)
         if not np.array_equal(copied[start : start + len(own)], own, equal_nan=True):
             raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
+
+
+def _in_dtype(array: Any, dtype: str) -> Any:
+    """Return a copy of an array in another dtype; numbers beyond its range become infinite."""
+    with np.errstate(over="ignore", under="ignore"):
+        return array.T.astype(numpy_dtype(dtype), order="C").T  # CuPy copies arrays in C order at memory speed
 
 
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
@@ -271,21 +279,20 @@ def widen(
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
     """
-    arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if needs_conversion(q, options):
         return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
-    layer_option, dtype, others = split_options(decided_options(arrays, options))
-    check_names(others)
-    check_supported(others)
+    decided = decided_options(arrays, options)
+    check_supported(decided)
+    passed = _checked_options(decided)
+    dtype = read_operands(arrays, passed).options.compute_dtype
     if dtype is not None:
         check_converted(arrays)
-        rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())
-        q, k, v, dq, dk, dv = rounded
-    form = read_form(
-        q, k, v, (dq, dk, dv), None, {**others, "block_mask": layer_option and layer_option.value}, deterministic=deterministic
-    )
-    _check_options(q, k, v, others)
-    return _written(form, {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv})
+        arrays = {name: x if x is None else _in_dtype(x, dtype) for name, x in arrays.items()}
+    q, k, v, *tangents = arrays.values()
+    form = read_form(q, k, v, tangents, None, decided, deterministic=deterministic)
+    _check_options(q, k, v, passed)
+    return _written(form, arrays)
 
 
 def _written(form: DerivativeForm, given: Mapping[str, Any]) -> Widened:
@@ -304,10 +311,16 @@ def _written(form: DerivativeForm, given: Mapping[str, Any]) -> Widened:
     return wide._replace(**dict(zip(wide.named(), call.run(), strict=True)))
 
 
-def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
-    """Check the options as attention does. What only that call needs may be missing: ``tensors``, a seed, maximum lengths."""
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are checked without what only attention needs: without functions, with a seed for dropout."""
     passed = {name: x for name, x in options.items() if x is not None and name not in ("score_mod", "mask_mod", "tensors")}
     if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
         passed["seed"] = 0
+    return passed
+
+
+def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
+    """Check the options as attention does, unless lengths are missing that only that call needs."""
+    passed = {name: x for name, x in options.items() if name not in _OF_STEPS}
     if passed.keys().isdisjoint(_PACKING) or passed.keys() >= {*_PACKING}:
         read_forward(q, k, v, passed)

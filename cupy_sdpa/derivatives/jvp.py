@@ -23,7 +23,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import ReadCall, decided_options, run, run_cached, split_options
+from ..extend.calls import ReadCall, decided_options, run, run_cached
 from ..extend.options import Options, check_converted
 from ..extend.planning import problems_of_shapes
 from .derivative import (
@@ -142,15 +142,15 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widen
 
 def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
-    layer_option, dtype, others = split_options(key.options)
-    check_supported(others)
-    arrays, views, options = read_operands(key.named(), others)
+    check_supported(key.options)
+    arrays, views, options = read_operands(key.named(), key.options)
+    dtype = options.compute_dtype
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
         check_converted(own, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
-    of_form, tangents = {**others, "block_mask": layer_option and layer_option.value}, (own["dq"], own["dk"], own["dv"])
-    form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
+    tangents = own["dq"], own["dk"], own["dv"]
+    form = read_form(own["q"], own["k"], own["v"], tangents, widened, key.options, deterministic=deterministic)
     q, v = views["q"], views["v"]
     check_results({name: own[name] for name in RESULTS}, q, v, dtype)
     shape, device = (v.shape[0], *q.shape[1:]), q.storage.device
@@ -158,8 +158,7 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
     for name, requested in (("stats", return_stats), ("dstats", return_dstats)):
         if requested or name in arrays:
             results[name] = View.dense(name, row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
-    of_program: Any = {"form": form, "layer_option": layer_option, "dtype": dtype, "deterministic": deterministic}
-    build = functools.partial(derivative, views=views, options=options, **of_program)
+    build = functools.partial(derivative, views=views, options=options, form=form, deterministic=deterministic)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
 
 

@@ -37,6 +37,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
 from . import attention_steps
 from .binding import BLOCK
+from .decided_options import split_options
 from .program import Builder, Program
 from .step_log import run_logged
 from .steps import Attend, ProgramStep
@@ -402,6 +403,7 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     >>> views["q"].shape, options.settings.band
     ((8, 2, 5, 1), Band(left=None, right=0, bottom_right=False))
     """
+    layer_option, dtype, options = split_options(options)
     check_option_names(options)
     passed, tensors, _ = read_arrays(arrays, options)
     options = kept_options(arrays["q"], options)
@@ -412,7 +414,8 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     if tensors:
         described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
     head_dim, *_ = views["q"].shape or (0,)
-    return Operands(operands, views, read_options(described, head_dim))
+    read = replace(read_options(described, head_dim), layer_option=layer_option, compute_dtype=dtype)
+    return Operands(operands, views, read)
 
 
 def view_of(name: str, array: Any) -> View:
