@@ -117,7 +117,7 @@ def attention_jvp(
         flags: dict[str, Any] = {
             "return_stats": return_stats, "return_dstats": return_dstats, "deterministic": deterministic,
         }  # fmt: skip
-        call = _call(arrays, options, widened=widened, **flags)
+        call = _jvp_call(arrays, options, widened=widened, **flags)
         results = run(call, tag=tag) if widened is None else results_of(call)
     return tuple(results)
 
@@ -128,7 +128,7 @@ def attention_jvp(
     {"widened": None, "return_stats": False, "return_dstats": False, "deterministic": False},
     ("q", "k", "v", "dq", "dk", "dv"),
 )
-def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
+def _jvp_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
     """Return a call of :func:`attention_jvp` as a value."""
     flags = {name: read_flag(name, value) for name, value in flags.items()}
     tag: tuple[Any, ...] = ("jvp", *flags.values())
@@ -136,11 +136,13 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widen
     if widened is not None:
         check_widened(widened)
         arrays, names, tag = (*arrays, *widened[:-1]), (*ARRAYS, *WIDENED), (*tag, widened.form)
-    parse = functools.partial(_parse, widened=widened, **flags)
+    parse = functools.partial(_parse_jvp, widened=widened, **flags)
     return Call(CallKey(tag, names, arrays, options), parse, RESULTS, decided_options, dense=WIDENED)
 
 
-def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool) -> ReadCall:
+def _parse_jvp(
+    key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool
+) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
     check_supported(key.options)
     arrays, views, options = read_operands(key.named(), key.options)

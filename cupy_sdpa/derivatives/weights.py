@@ -75,14 +75,14 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse("weight_sums", options)
-    return results_of(_call((q, k), options, per_kv_head=per_kv_head))[0]
+    return results_of(_sums_call((q, k), options, per_kv_head=per_kv_head))[0]
 
 
 @operation(weight_sums, ("q", "k"), {"per_kv_head": False})
-def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
+def _sums_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
     """Return a call of :func:`weight_sums` as a value."""
     key = CallKey(("weight sums", per_kv_head), ("q", "k"), arrays, options)
-    return Call(key, functools.partial(_parse, per_kv_head=per_kv_head), _converted("sums", options), _decide)
+    return Call(key, functools.partial(_parse_sums, per_kv_head=per_kv_head), _converted("sums", options), _decide)
 
 
 def _converted(result: str, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[st
     return dense
 
 
-def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
+def _parse_sums(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     """Check the arguments of :func:`weight_sums`."""
     if key.options.get("page_table") is not None and key.options.get("cu_seqlens_q") is not None:
         raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
@@ -106,7 +106,9 @@ def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     shape = _shape_of_keys(k, options)
     heads = k.shape[1] if per_kv_head else q.shape[1]
     sums = View.dense("sums", row_stats_shape((shape[0], heads, *shape[2:])), row_stats_dtype(q.dtype), q.storage.device)
-    return composed(key, arrays, views, {"sums": sums}, functools.partial(_build, q=q, k=k, sums=sums, options=options))
+    return composed(
+        key, arrays, views, {"sums": sums}, functools.partial(_add_sums_steps, q=q, k=k, sums=sums, options=options)
+    )
 
 
 @takes_options
@@ -219,7 +221,7 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
 # The steps
 
 
-def _build(builder: Builder, q: View, k: View, sums: View, options: ReadOptions) -> None:
+def _add_sums_steps(builder: Builder, q: View, k: View, sums: View, options: ReadOptions) -> None:
     """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     wide = sums.dtype

@@ -1,14 +1,14 @@
 """Arrays of a call: their names and dtypes, checks, layouts, other libraries, and ``engine="cupy"``.
 
 ============= ================================================================================================================
-names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS, OUTPUTS,
+names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, SEEDS, OUTPUTS,
               tensor_name, VECTORS
 dtypes        ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, FloatDtype, rounded, storage_dtype
 problems      Problem, TensorSpec, NoArray, expected_arrays, spec_of, device_of
 checks        check_counts, check_lengths, check_offsets, check_strides_of, stride_obstacle, shares_memory
 layouts       Layout, default_layout, check_layout, other_layout, from_own, has_own_axes, in_own_layout, of_caller,
               takes_default, to_own, convert, needs_conversion
-libraries     Library, is_on_gpu, library_of
+libraries     Library, is_on_gpu
 engine="cupy" InterpretedArray, plain, as_strided, interpreted
 ============= ================================================================================================================
 """
@@ -30,9 +30,9 @@ from ..core.boundary.layouts import (
     takes_default,
     to_own,
 )
-from ..core.boundary.libraries import Library, is_on_gpu, library_of
+from ..core.boundary.libraries import Library, is_on_gpu
 from ..core.layout import default_layout
-from ..core.problem.arrays import BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS
+from ..core.problem.arrays import BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, SEEDS
 from ..core.problem.problem import Problem
 from ..core.problem.tensor_spec import (
     FLOAT_DTYPES,
@@ -60,8 +60,6 @@ __all__ = [
     "LENGTHS",
     "OUTPUTS",
     "REQUESTS",
-    "ROW_STATS",
-    "SCORE_INPUTS",
     "SEEDS",
     "VECTORS",
     "FloatDtype",
@@ -86,7 +84,6 @@ __all__ = [
     "in_own_layout",
     "interpreted",
     "is_on_gpu",
-    "library_of",
     "needs_conversion",
     "of_caller",
     "other_layout",
