@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,24 +13,27 @@ from ..block_masks.method import check as check_mask
 from ..extend import (
     Array,
     Builder,
+    CallKey,
     Check,
     Expected,
     Unsupported,
     View,
     check_arrays,
+    composed,
     cupy_runtime,
     dtype_name,
     in_words,
+    numpy_dtype,
     read_array,
+    read_operands,
     row_stats_dtype,
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import REQUESTS, Conversion, check_strides_of, expected_arrays
-from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
-from ..extend.functions import FUNCTIONS
-from ..extend.kernels import concatenate, row_means
-from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
+from ..extend.arrays import Conversion, check_strides_of, expected_arrays
+from ..extend.calls import decided_options, passes, read_forward
+from ..extend.kernels import row_means
+from ..extend.options import Options, ReadOptions, check_converted
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
@@ -40,6 +44,8 @@ TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 #: The options that packed sequences need.
 _PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+#: The options that a single pass does not take.
+_OF_STEPS = ("block_mask", "compute_dtype")
 #: The refusal of derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
@@ -60,30 +66,28 @@ def derivative(
     options: ReadOptions,
     *,
     form: DerivativeForm,
-    layer_option: PassOption | None = None,
-    dtype: str | None = None,
     deterministic: bool = False,
 ) -> None:
     """Add the steps that write the output, its derivative, and the log-sum-exp and its derivative if there are arrays for them.
 
     ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
+    dtype, options = options.compute_dtype, dataclasses.replace(options, compute_dtype=None)
     own, finish = passes.in_dtype(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
-    flags: dict[str, Any] = {"layer_option": layer_option, "deterministic": deterministic}
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
         """A forward pass."""
         builder.part = name
         given = {"q": q, "k": k, "v": values, "out": target} | ({} if stats is None else {"stats": stats})
-        passes.add(builder, given, options, return_stats=stats is not None, **flags)
+        passes.add(builder, given, options, return_stats=stats is not None, deterministic=deterministic)
 
     def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
         """Return the gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
-        passes.add(builder, given | made, options, given_stats="part", **flags)
+        passes.add(builder, given | made, options, given_stats="part", deterministic=deterministic)
         return made["dq"]
 
     if any(name in views for name in WIDENED):
@@ -91,9 +95,8 @@ def derivative(
         checked = {name: views[name] for name in ("q", "k", "v", *WIDENED) if name in views}
         builder.checks.append(Check(functools.partial(check_copies, dtype), checked))
     else:
-        wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda like, *array: builder.temporary(*array))
-        if wanted:
-            builder.run(concatenate, wanted, writes=[one.target for one in wanted])
+        wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda name, *array: builder.temporary(*array))
+        builder.concatenate(wanted)
     own_stats, wide_dtype = stats, np.dtype(row_stats_dtype(q.dtype))
     if form.scores and (stats is None or stats.dtype != wide_dtype):  # the derivative needs the log-sum-exp in full precision
         stats = builder.temporary(row_stats_shape(q.shape), wide_dtype)
@@ -111,12 +114,17 @@ def derivative(
             means = scores
         elif not form.centered:
             means = gradient("means", wide.ones, products, options.without(*DROPOUT) | {"dropout": 0.0})
-    terms = Terms(scores, output if form.values else None, means, form.head_dim, form.value_dim, form.mean_index)
-    given = (terms, output, out, dout) if form.values else (terms, output, None, dout)
+    mean = None if means is None else means[form.mean_index : form.mean_index + 1]
+    of_scores = None if scores is None else scores[form.head_dim : form.head_dim + form.value_dim]
+    if form.values:
+        terms = Terms(of_scores, output[form.value_dim :], mean)
+        given = (terms, output[: form.value_dim], out, dout)
+    else:
+        given = (Terms(of_scores, None, mean), output, None, dout)
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
     if dstats and form.scores:
         rows = (products, wide.dout) if form.centered else (None, None)
-        builder.run(row_means, dstats, stats, *rows, means, form.mean_index, options.scalars["scale"], writes=[dstats])
+        builder.run(row_means, dstats, stats, *rows, mean, options.scalars["scale"], writes=[dstats])
     elif dstats:
         builder.fill(dstats, 0)
     if own_stats is not None and own_stats is not stats:
@@ -129,19 +137,19 @@ def derivative(
 
 def check_supported(options: Mapping[str, Any]) -> None:
     """Check that there are no tangents of options and no pages; raises Unsupported."""
-    for name in (request.removeprefix("return_") for request in REQUESTS):
-        if options.get(name) is not None:
+    for name, value in options.items():
+        if value is not None and name[:1] == "d" and name[1:] in Options.__annotations__:
             raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
 
 
 def read_form(
-    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
+    q: Any, k: Any, v: Any, tangents: Sequence[Any], widened: Widened | None, options: Any, *, deterministic: bool
 ) -> DerivativeForm:
     """Check the arrays, as far as copying them requires, and return the form of the derivative."""
     if not _may_copy(q, k, v):
-        read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
+        read_forward(q, k, v, {name: x for name, x in options.items() if name not in _OF_STEPS})  # raises
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
         check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:
@@ -193,9 +201,15 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
         array, copied = arrays[name], arrays.get(f"widened.{wide}")
         if not isinstance(array, np.ndarray) or copied is None:
             continue
-        own = array if dtype is None else cast(array, dtype, cupy_runtime.temporary)
+        own = array if dtype is None else _in_dtype(array, dtype)
         if not np.array_equal(copied[start : start + len(own)], own, equal_nan=True):
             raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
+
+
+def _in_dtype(array: Any, dtype: str) -> Any:
+    """Return a copy of an array in another dtype; numbers beyond its range become infinite."""
+    with np.errstate(over="ignore", under="ignore"):
+        return array.T.astype(numpy_dtype(dtype), order="C").T  # CuPy copies arrays in C order at memory speed
 
 
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
@@ -265,30 +279,48 @@ def widen(
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
     """
-    arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if (conversion := Conversion.of(q, options)) is not None:
         return conversion.call(widen, arrays, deterministic=deterministic)  # type: ignore[no-any-return]
-    layer_option, dtype, others = split_options(decided_options(arrays, options))
-    check_names(others)
-    check_supported(others)
+    decided = decided_options(arrays, options)
+    check_supported(decided)
+    passed = _checked_options(decided)
+    dtype = read_operands(arrays, passed).options.compute_dtype
     if dtype is not None:
         check_converted(arrays)
-        rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())
-        q, k, v, dq, dk, dv = rounded
-    form = read_form(
-        q, k, v, (dq, dk, dv), None, {**others, "block_mask": layer_option and layer_option.value}, deterministic=deterministic
-    )
-    _check_options(q, k, v, others)
-    with cupy_runtime.device_context(q):
-        made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
-        concatenate(wanted)
-    return made
+        arrays = {name: x if x is None else _in_dtype(x, dtype) for name, x in arrays.items()}
+    q, k, v, *tangents = arrays.values()
+    form = read_form(q, k, v, tangents, None, decided, deterministic=deterministic)
+    _check_options(q, k, v, passed)
+    return _written(form, arrays)
+
+
+def _written(form: DerivativeForm, given: Mapping[str, Any]) -> Widened:
+    """Return the wider arrays of some arrays, by a program of one step."""
+    arrays, views, _ = read_operands(given, {})
+    device = views["q"].storage.device
+    tangents = views.get("dq"), views.get("dk"), views.get("dv")
+
+    def new(name: str, shape: tuple[int, ...], dtype: Any) -> View:
+        return View.dense(f"widened.{name}", shape, dtype, device)
+
+    wide, wanted = wide_arrays(form, (views["q"], views["k"], views["v"]), tangents, new, copied=True)
+    results = {f"widened.{name}": view for name, view in wide.named().items()}
+    key = CallKey(("widen", form), tuple(given), tuple(given.values()), {})
+    call = composed(key, arrays, views, results, lambda builder: builder.concatenate(wanted))
+    return wide._replace(**dict(zip(wide.named(), call.run(), strict=True)))
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are checked without what only attention needs: without functions, with a seed for dropout."""
+    passed = {name: x for name, x in options.items() if x is not None and name not in ("score_mod", "mask_mod", "tensors")}
+    if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
+        passed["seed"] = 0
+    return passed
 
 
 def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
-    """Check the options as attention does. What only that call needs may be missing: ``tensors``, a seed, maximum lengths."""
-    passed = {name: x for name, x in options.items() if x is not None and name not in (*FUNCTIONS, "tensors")}
-    if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
-        passed["seed"] = 0
+    """Check the options as attention does, unless lengths are missing that only that call needs."""
+    passed = {name: x for name, x in options.items() if name not in _OF_STEPS}
     if passed.keys().isdisjoint(_PACKING) or passed.keys() >= {*_PACKING}:
         read_forward(q, k, v, passed)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..extend import View
-from ..extend.kernels import MULTIPLE, Concatenation, Filler, rounded_up
+from ..extend.kernels import padded_head_dim
 
 #: The inputs of dropout.
 DROPOUT = ("seed", "offset", "dropout_mask")
@@ -120,14 +120,14 @@ def _form(
 ) -> DerivativeForm:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
-    with_mean = rounded_up(score_width + 1, MULTIPLE)
+    with_mean = padded_head_dim(score_width + 1)
     joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
     if joint:
         score_width = with_mean
     elif not centered and not value_dim:  # the row of 1 that gives the mean needs a place
-        score_width = rounded_up(head_dim + 1, MULTIPLE)
+        score_width = padded_head_dim(head_dim + 1)
     if equal:
-        score_width = product_width = rounded_up(max(score_width, product_width), 2 * MULTIPLE)
+        score_width = product_width = padded_head_dim(max(score_width, product_width), equal=True)
     return DerivativeForm(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
 
 
@@ -138,48 +138,42 @@ def _tile(width: int) -> int:
 
 def wide_arrays(
     form: DerivativeForm,
-    arrays: tuple[Any, Any, Any],
-    tangents: tuple[Any, Any, Any],
-    new: Callable[[Any, tuple[int, ...], Any], Any],
+    arrays: tuple[View, View, View],
+    tangents: tuple[View | None, View | None, View | None],
+    new: Callable[[str, tuple[int, ...], Any], View],
     *,
     copied: bool = False,
-) -> tuple[Widened, list[Concatenation]]:
-    """Return the wider arrays, which ``new(like, shape, dtype)`` creates in Fortran order, and the copies that fill them.
+) -> tuple[Widened, list[tuple[View, list[View], float]]]:
+    """Return the wider arrays, and the concatenations that fill them; ``new(name, shape, dtype)`` creates arrays.
 
     An array that needs no other elements is used in place if possible, unless ``copied``.
     """
     (q, k, v), (dq, dk, dv) = arrays, tangents
-    wanted: list[Concatenation] = []
+    wanted: list[tuple[View, list[View], float]] = []
 
-    def join(width: int, *parts: Any) -> Any:
+    def join(name: str, width: int, *parts: View | None, then: float = 0.0) -> None:
+        """Add an array: parts, the number ``then`` in the next row, and 0."""
         given = [part for part in parts if part is not None]
-        missing = width - sum(part.width if isinstance(part, Filler) else part.shape[0] for part in given)
-        first = next(part for part in given if not isinstance(part, Filler))
-        if not copied and len(given) == 1 and not missing and _is_dense(first):
-            return first
-        target = new(first, (width, *first.shape[1:]), first.dtype)
-        wanted.append(Concatenation(target, [*given, Filler(missing)] if missing else given))
-        return target
+        first = given[0]
+        if not copied and given == [first] and first.shape[0] == width and _is_dense(first):
+            made[name] = first
+            return
+        made[name] = new(name, (width, *first.shape[1:]), first.dtype)
+        wanted.append((made[name], given, then))
 
     made: dict[str, Any] = dict.fromkeys(("q", "k", "v", "dout", "values", "ones"))
     if form.scores:
-        made["q"] = join(form.score_width, q)
-        made["k"] = join(form.score_width, k, v, *_ones(form.score_width - form.head_dim - form.value_dim, form.joint))
-        made["v"] = join(form.product_width, k if form.queries else None, dk)
-        made["dout"] = join(form.product_width, dq, q if form.keys else None)
+        join("q", form.score_width, q)
+        join("k", form.score_width, k, v, then=float(form.joint))
+        join("v", form.product_width, k if form.queries else None, dk)
+        join("dout", form.product_width, dq, q if form.keys else None)
         if not (form.centered or form.joint):
-            made["ones"] = join(form.score_width, k, *_ones(form.score_width - form.head_dim, True))
+            join("ones", form.score_width, k, then=1.0)
     if form.values:
-        made["values"] = join(2 * form.value_dim, v, dv)
+        join("values", 2 * form.value_dim, v, dv)
     return Widened(**made, form=form), wanted
 
 
-def _ones(width: int, present: bool) -> list[Filler]:
-    """Return a row of 1 and rows of 0, if it is present."""
-    return [Filler(width, 1.0)] if present else []
-
-
-def _is_dense(array: Any) -> bool:
+def _is_dense(array: View) -> bool:
     """True if the engine can read an array in place: in Fortran order, and aligned, which only a GPU requires."""
-    spec = (array if isinstance(array, View) else View.of("", array)).spec("")
-    return bool(array.flags.f_contiguous) and spec.alignment == 16
+    return array.flags.f_contiguous and array.spec("").alignment == 16

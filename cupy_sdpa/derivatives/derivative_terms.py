@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
-from ..extend.kernels import Address, address, address_bits
 
 #: Threads along head_dim and along rows, and the maximum number of blocks.
 COLUMNS, ROWS, MAX_BLOCKS = 8, 32, 4096
@@ -19,18 +20,14 @@ class Terms(NamedTuple):
     """The terms of the output's derivative; an array is None if there is no such term.
 
     Attributes:
-        scores: ``(W, H, S, B)`` or packed ``(W, H, T)``: the gradient of Q2. The term begins at ``score_start``.
-        values: the output for the values [v; v'], or for v' alone. The term begins at ``value_start``.
-        means: the gradient of Q2, whose element ``mean_index`` is the mean of the score derivatives.
-        score_start, value_start, mean_index: positions along head_dim.
+        scores: ``(Dv, H, S, B)`` or packed ``(Dv, H, T)``: the rows of the gradient of Q2 with the term.
+        values: the output for v'.
+        means: ``(1, H, S, B)`` or packed: the row of the gradient of Q2 with the mean of the score derivatives.
     """
 
     scores: Any
     values: Any
     means: Any
-    score_start: int
-    value_start: int
-    mean_index: int
 
 
 def add_terms(terms: Terms, output: Any, out: Any, dout: Any) -> None:
@@ -38,9 +35,9 @@ def add_terms(terms: Terms, output: Any, out: Any, dout: Any) -> None:
 
     Args:
         terms: the terms.
-        output: the output of attention at the beginning of an array along head_dim; read if ``out`` or means are given.
+        output: the output of attention; read if ``out`` or means are given.
         out: written; or None.
-        dout: ``(Dv, H, S, B)`` or packed ``(Dv, H, T)``, written.
+        dout: written.
     """
     if not dout.size:
         return
@@ -51,39 +48,36 @@ def add_terms(terms: Terms, output: Any, out: Any, dout: Any) -> None:
 
 
 def _add_terms_on_cpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
-    width = dout.shape[0]
     work = np.result_type(np.float32, dout.dtype)
     total = np.zeros_like(dout, work)
     if terms.scores is not None:
-        total += terms.scores[terms.score_start : terms.score_start + width].astype(work)
+        total += terms.scores.astype(work)
     if terms.values is not None:
-        total += terms.values[terms.value_start : terms.value_start + width].astype(work)
+        total += terms.values.astype(work)
     if terms.means is not None:
-        total -= terms.means[terms.mean_index].astype(work) * output[:width].astype(work)
+        total -= terms.means.astype(work) * output.astype(work)
     with np.errstate(over="ignore"):
         dout[...] = total
     if out is not None:
-        out[...] = output[:width]
+        out[...] = output
 
 
 _ARRAYS = ("scores", "values", "means", "output", "out", "dout")
-#: The sizes of the result, and the arrays.
-_TERMS = Struct("Arguments", "width heads length rows", **dict.fromkeys(_ARRAYS, Struct("Array", " ".join(Address._fields))))
+#: The sizes of the result, and the arrays: the address of the first element, and strides in bytes; 0 for none.
+_TERMS = Struct("Arguments", "width heads length rows", **dict.fromkeys(_ARRAYS, Struct("Array", "address d h s b")))
 
 
 def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
     width, heads, length, *_ = dout.shape
     rows = dout.size // width
-    arrays = [
-        address(terms.scores, terms.score_start), address(terms.values, terms.value_start),
-        address(terms.means, terms.mean_index), address(output, 0), address(out, 0), address(dout, 0),
-    ]  # fmt: skip
+    given = (*terms, output, out, dout)
+    arrays = [(0,) * 5 if x is None else (x.data.ptr, *x.strides, 0)[:5] for x in given]
     itemsize = dout.itemsize
     aligned, places = True, width * itemsize
-    for name, array in zip(_ARRAYS, arrays, strict=True):
-        if array.address and name != "means":  # a mean is one element of a row
-            aligned &= array.d == itemsize
-            places |= address_bits(array)
+    for name, (place, step, *strides) in zip(_ARRAYS, arrays, strict=True):
+        if place and name != "means":  # a mean is one element of a row
+            aligned &= step == itemsize
+            places |= functools.reduce(operator.or_, strides, place)  # every row is aligned
     aligned &= places % VECTOR == 0
     arguments = _TERMS(width, heads, length, rows, *arrays)
     grid = (min(-(-rows // ROWS), MAX_BLOCKS),)

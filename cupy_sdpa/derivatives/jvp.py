@@ -11,9 +11,7 @@ from ..extend import (
     ArrayT,
     Call,
     CallKey,
-    Unsupported,
     View,
-    call_of,
     composed,
     numpy_dtype,
     operation,
@@ -25,12 +23,11 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
-from ..extend.options import Options, check_converted, check_names, kept_options
-from ..extend.planning import problems_of, views_of_shapes
+from ..extend.calls import ReadCall, decided_options, run, run_cached
+from ..extend.options import Options, check_converted
+from ..extend.planning import problems_of_shapes
 from .derivative import (
     ARRAYS,
-    NO_PAGED_DERIVATIVES,
     RESULTS,
     TANGENTS,
     WIDENED,
@@ -120,7 +117,7 @@ def attention_jvp(
         flags: dict[str, Any] = {
             "return_stats": return_stats, "return_dstats": return_dstats, "deterministic": deterministic,
         }  # fmt: skip
-        call = _call(arrays, options, widened=widened, **flags)
+        call = _jvp_call(arrays, options, widened=widened, **flags)
         results = run(call, tag=tag) if widened is None else results_of(call)
     return tuple(results)
 
@@ -131,7 +128,7 @@ def attention_jvp(
     {"widened": None, "return_stats": False, "return_dstats": False, "deterministic": False},
     ("q", "k", "v", "dq", "dk", "dv"),
 )
-def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
+def _jvp_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
     """Return a call of :func:`attention_jvp` as a value."""
     flags = {name: read_flag(name, value) for name, value in flags.items()}
     tag: tuple[Any, ...] = ("jvp", *flags.values())
@@ -139,21 +136,23 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widen
     if widened is not None:
         check_widened(widened)
         arrays, names, tag = (*arrays, *widened[:-1]), (*ARRAYS, *WIDENED), (*tag, widened.form)
-    parse = functools.partial(_parse, widened=widened, **flags)
+    parse = functools.partial(_parse_jvp, widened=widened, **flags)
     return Call(CallKey(tag, names, arrays, options), parse, RESULTS, decided_options, dense=WIDENED)
 
 
-def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool) -> ReadCall:
+def _parse_jvp(
+    key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool
+) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
-    layer_option, dtype, others = split_options(key.options)
-    check_supported(others)
-    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
+    check_supported(key.options)
+    arrays, views, options = read_operands(key.named(), key.options)
+    dtype = options.compute_dtype
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        check_converted({name: x for name, x in own.items() if name not in ("stats", "dstats")}, results=("out", "dout"))
+        check_converted(own, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
-    of_form, tangents = {**others, "block_mask": layer_option and layer_option.value}, (own["dq"], own["dk"], own["dv"])
-    form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
+    tangents = own["dq"], own["dk"], own["dv"]
+    form = read_form(own["q"], own["k"], own["v"], tangents, widened, key.options, deterministic=deterministic)
     q, v = views["q"], views["v"]
     check_results({name: own[name] for name in RESULTS}, q, v, dtype)
     shape, device = (v.shape[0], *q.shape[1:]), q.storage.device
@@ -161,8 +160,7 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
     for name, requested in (("stats", return_stats), ("dstats", return_dstats)):
         if requested or name in arrays:
             results[name] = View.dense(name, row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
-    of_program: Any = {"form": form, "layer_option": layer_option, "dtype": dtype, "deterministic": deterministic}
-    build = functools.partial(derivative, views=views, options=options, **of_program)
+    build = functools.partial(derivative, views=views, options=options, form=form, deterministic=deterministic)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
 
 
@@ -220,10 +218,7 @@ def jvp_problems(
         raise ValueError(f"tangents contains {unknown[0]!r}; it can contain {', '.join(TANGENTS)}")
     if not tangents:
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
-    if options.get("page_table") is not None:
-        raise Unsupported(NO_PAGED_DERIVATIVES)
-    check_names({**options, "block_mask": None})
-    views, own = views_of_shapes(q, k, v, options, dtype=dtype)
-    views |= {name: views[name[1:]] for name in tangents}
+    shapes = {"q": q, "k": k, "v": v}
+    shapes |= {name: shapes[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
-    return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))
+    return problems_of_shapes(attention_jvp, shapes, options, dtype=dtype, **flags)

@@ -19,7 +19,6 @@ from ..extend import (
     Constant,
     Unsupported,
     View,
-    call_of,
     composed,
     operation,
     read_flag,
@@ -29,16 +28,17 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import Conversion, Problem
-from ..extend.calls import ReadCall, read, read_forward
-from ..extend.functions import FUNCTIONS, Access, Recorded, relocated
-from ..extend.options import OPTIONS, Band, Options, ReadOptions, check_names, kept_options, refused_by
-from ..extend.planning import problems_of, views_of_shapes
+from ..extend.arrays import Problem
+from ..extend.calls import ReadCall, read_forward
+from ..extend.functions import Access, Recorded, relocated
+from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
+from ..extend.planning import problems_of_shapes
 from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and the options of keys that take their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
 _LENGTHS = {*_PAIRS, *_PAIRS.values()}
+_FUNCTIONS = ("score_mod", "mask_mod")
 
 
 @takes_options
@@ -76,21 +76,19 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse("weight_sums", options)
-    if "engine" in options:
-        return Conversion(q, options).call(weight_sums, {"q": q, "k": k}, ("sums",), per_kv_head=per_kv_head)
-    return results_of(_call((q, k), _taken("weight_sums", options), per_kv_head=per_kv_head))[0]
-
-
-def _taken(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's options, without others that are passed but have no effect."""
-    return {option: x for option, x in options.items() if option == "layout" or option not in refused_by(name)}
+    return results_of(_sums_call((q, k), options, per_kv_head=per_kv_head))[0]
 
 
 @operation(weight_sums, ("q", "k"), {"per_kv_head": False})
-def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
+def _sums_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
     """Return a call of :func:`weight_sums` as a value."""
     key = CallKey(("weight sums", per_kv_head), ("q", "k"), arrays, options)
-    return Call(key, functools.partial(_parse, per_kv_head=per_kv_head), decide=_decide)
+    return Call(key, functools.partial(_parse_sums, per_kv_head=per_kv_head), _converted("sums", options), _decide)
+
+
+def _converted(result: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the results of a call whose arrays are converted: only ``engine`` converts arrays."""
+    return (result,) if "engine" in options else ()
 
 
 def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -99,17 +97,19 @@ def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[st
     return dense
 
 
-def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
+def _parse_sums(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     """Check the arguments of :func:`weight_sums`."""
     if key.options.get("page_table") is not None and key.options.get("cu_seqlens_q") is not None:
         raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
-    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
+    arrays, views, options = read_operands(key.named(), key.options)
     q, k = views["q"], views["k"]
     read_forward(q, k, k, options, return_stats=True)
     shape = _shape_of_keys(k, options)
     heads = k.shape[1] if per_kv_head else q.shape[1]
     sums = View.dense("sums", row_stats_shape((shape[0], heads, *shape[2:])), row_stats_dtype(q.dtype), q.storage.device)
-    return composed(key, arrays, views, {"sums": sums}, functools.partial(_build, q=q, k=k, sums=sums, options=options))
+    return composed(
+        key, arrays, views, {"sums": sums}, functools.partial(_add_sums_steps, q=q, k=k, sums=sums, options=options)
+    )
 
 
 @takes_options
@@ -134,10 +134,8 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
-    check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     _refuse("weight_sums", options)
-    views, own = views_of_shapes(q, k, k, options, dtype=dtype)
-    return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
+    return problems_of_shapes(weight_sums, {"q": q, "k": k}, options, dtype=dtype)
 
 
 @takes_options
@@ -176,20 +174,19 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
     array([1., 2., 3.], dtype=float32)
     """
     _refuse("weight_entropy", options)
-    if "engine" in options:
-        return Conversion(q, options).call(weight_entropy, {"q": q, "k": k}, ("entropies",))
-    return results_of(_entropy_call((q, k), _taken("weight_entropy", options)))[0]
+    return results_of(_entropy_call((q, k), options))[0]
 
 
 @operation(weight_entropy, ("q", "k"), {})
 def _entropy_call(arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
     """Return a call of :func:`weight_entropy` as a value."""
-    return Call(CallKey(("weight entropy",), ("q", "k"), arrays, options), _parse_entropy, decide=_decide)
+    key = CallKey(("weight entropy",), ("q", "k"), arrays, options)
+    return Call(key, _parse_entropy, _converted("entropies", options), _decide)
 
 
 def _parse_entropy(key: CallKey) -> ReadCall:
     """Check the arguments of :func:`weight_entropy`."""
-    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
+    arrays, views, options = read_operands(key.named(), key.options)
     q, k = views["q"], views["k"]
     read_forward(q, k, k, options, return_stats=True)
     entropies = View.dense("entropies", row_stats_shape(q.shape), row_stats_dtype(q.dtype), q.storage.device)
@@ -225,7 +222,7 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
 # The steps
 
 
-def _build(builder: Builder, q: View, k: View, sums: View, options: ReadOptions) -> None:
+def _add_sums_steps(builder: Builder, q: View, k: View, sums: View, options: ReadOptions) -> None:
     """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     wide = sums.dtype
@@ -263,16 +260,16 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
     found["max_seqlen_q"] = settings.max_seqlen_kv
     found["max_seqlen_kv"] = settings.max_seqlen_q if packed else None  # otherwise the maximum of seq_lens_q, which is checked
     if (band := settings.band) is not None:
-        found["band"] = Band(band.right, band.left, band.bottom_right)
+        found["band"] = band._replace(left=band.right, right=band.left)
     for name, value in options.items():
-        if OPTIONS[name].parts != "sliced" or name in FUNCTIONS or name in _LENGTHS:
+        if OPTIONS[name].parts != "sliced" or name in _FUNCTIONS or name in _LENGTHS:
             continue
         if "Skv" in OPTIONS[name].axes:
             value = (value if value.shape[2] == 1 else value[:, :, own]).transpose(1, 0, 2, 3)
         elif group > 1:  # an element of each head
             value = builder.copied(value[own])
         found[name] = value
-    for name in FUNCTIONS:
+    for name in _FUNCTIONS:
         if (function := options.get(name)) is not None:
             if group > 1:
                 function, tensors = _of_heads(builder, function, options.get("tensors") or {}, own, count)

@@ -3,16 +3,16 @@
 ========== ===================================================================================================================
 calls      Operands, ReadCall, read, run, run_cached, read_forward, read_backward, BoundProblem, GivenStats
 programs   Program, BoundPrograms, keep_recent
-passes     passes, PassOption, decided_options, split_options, register_option
+passes     passes, decided_options, register_option
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.arguments import read_backward, read_forward
 from ..core.boundary.call import BoundProblem, GivenStats
-from ..core.hooks import PassOption, register_option
+from ..core.hooks import register_option
 from ..core.programs import passes
 from ..core.programs.calls import read, run
-from ..core.programs.decided_options import decided_options, split_options
+from ..core.programs.decided_options import decided_options
 from ..core.programs.executor import Operands, ReadCall
 from ..core.programs.program import Program
 from ..core.replay.replay_cache import BoundPrograms, keep_recent, run_cached
@@ -22,7 +22,6 @@ __all__ = [
     "BoundPrograms",
     "GivenStats",
     "Operands",
-    "PassOption",
     "Program",
     "ReadCall",
     "decided_options",
@@ -34,5 +33,4 @@ __all__ = [
     "register_option",
     "run",
     "run_cached",
-    "split_options",
 ]

@@ -2,33 +2,25 @@
 
 ============= ===============================================================================================================
 memory        UNITS, copy_by_rows, bindings
-concatenation Address, Concatenation, Filler, address, address_bits, concatenate, MULTIPLE, rounded_up
+head dims     padded_head_dim
 sums          BLOCK, Sources, row_means, replace_infinite
 ============= ===============================================================================================================
 """
 
-from ..core.kernels.concatenation import Address, Concatenation, Filler, address, address_bits, concatenate
 from ..core.kernels.merge import BLOCK, Sources
 from ..core.kernels.ragged import replace_infinite
 from ..core.kernels.row_means import row_means
-from ..core.programs.stats_gradient import MULTIPLE, rounded_up
+from ..core.programs.stats_gradient import padded_head_dim
 from ..core.runtime.driver import bindings
 from ..core.runtime.memory import UNITS, copy_by_rows
 
 __all__ = [
     "BLOCK",
-    "MULTIPLE",
     "UNITS",
-    "Address",
-    "Concatenation",
-    "Filler",
     "Sources",
-    "address",
-    "address_bits",
     "bindings",
-    "concatenate",
     "copy_by_rows",
+    "padded_head_dim",
     "replace_infinite",
-    "rounded_up",
     "row_means",
 ]

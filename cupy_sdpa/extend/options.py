@@ -4,11 +4,11 @@
 table      OPTIONS, Options, ReadOptions, refused_by
 checks     check_names, check_spelling, kept_options
 values     as_float, Band, read_band, read_bucket
-dtype      cast, check_converted, read_compute_dtype
+dtype      check_converted, read_compute_dtype
 ========== ===================================================================================================================
 """
 
-from ..core.boundary.compute import cast, check_converted, read_compute_dtype
+from ..core.boundary.compute import check_converted, read_compute_dtype
 from ..core.boundary.options import check_names, check_spelling
 from ..core.boundary.read_options import ReadOptions
 from ..core.boundary.user_functions import kept_options
@@ -23,7 +23,6 @@ __all__ = [
     "Options",
     "ReadOptions",
     "as_float",
-    "cast",
     "check_converted",
     "check_names",
     "check_spelling",

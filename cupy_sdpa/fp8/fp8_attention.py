@@ -28,7 +28,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.calls import ReadCall, passes, read_backward
-from ..extend.options import Options, check_names, kept_options
+from ..extend.options import Options, check_names
 from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
@@ -158,7 +158,7 @@ class _Request(NamedTuple):
 
     def parse(self, key: CallKey) -> ReadCall:
         """Check the arrays and the options."""
-        arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
+        arrays, views, options = read_operands(key.named(), key.options)
         mean = views.get("mean")
         if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
             raise ValueError(
@@ -258,7 +258,7 @@ def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
         raise TypeError(
             f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
         )
-    arrays, views, options = read_operands(key.named(), kept_options(q, key.options))
+    arrays, views, options = read_operands(key.named(), key.options)
     check_dtypes(views)
     for x, lengths in zip("qkv", ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
         check_source(views[x], views.get(lengths))
@@ -300,7 +300,7 @@ def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) ->
     out, names = key.array("out"), _OF_GRADIENTS[:6]
     if key.array("dout") is key.array("dstats") is None:
         raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-    arrays, views, options = read_operands(key.named(), kept_options(out, key.options))
+    arrays, views, options = read_operands(key.named(), key.options)
     own: dict[str, Any] = {name: views.get(name) for name in names}
     for name in ("q", "k", "v"):
         own[name] = View.dense(name, views[name].shape, out.dtype, views[name].storage.device)

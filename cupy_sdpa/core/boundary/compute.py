@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..problem.tensor_spec import dtype_name, numpy_dtype
+from ..problem.tensor_spec import dtype_name
 from .layouts import VECTORS, check_strides_of
 
 #: The dtypes to compute in.
@@ -58,17 +58,6 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
             raise TypeError(
                 f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"
             )
-
-
-def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
-    """Return a copy with another dtype, dense in Fortran order; one kernel on the GPU.
-
-    Values beyond the range of the dtype become infinite, as on the GPU. ``new`` creates the array: ``cupy_runtime.temporary``
-    within a call, else ``new_result``.
-    """
-    made = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
-    copy(made, array)
-    return made
 
 
 def copy(target: Any, source: Any) -> None:

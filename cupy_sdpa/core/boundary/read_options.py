@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..hooks import PassOption
 from ..options.scale import read_scale
 from ..options.table import Settings
 from ..options.values import read_flag
@@ -32,6 +33,8 @@ class ReadOptions(Mapping[str, Any]):
         round_up: how ``bucket`` rounds a length up; None for exact lengths.
         batch_invariant: whether bits must not depend on the batch.
         causal, bucket, layout: as passed, for messages and for decisions that depend on how they were written.
+        layer_option, compute_dtype: what :func:`.passes.add` computes in several steps; None for nothing. Other steps raise
+            TypeError for them.
     """
 
     inputs: Mapping[str, Any]
@@ -42,6 +45,8 @@ class ReadOptions(Mapping[str, Any]):
     causal: Any
     bucket: Any
     layout: str | None
+    layer_option: PassOption | None = None
+    compute_dtype: str | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.inputs[name]
@@ -61,12 +66,20 @@ class ReadOptions(Mapping[str, Any]):
         """Return the options without some inputs."""
         return dataclasses.replace(self, inputs={name: value for name, value in self.inputs.items() if name not in names})
 
+    def of_one_problem(self) -> ReadOptions:
+        """Return the options without :attr:`layer_option` and :attr:`compute_dtype`."""
+        return dataclasses.replace(self, layer_option=None, compute_dtype=None)
+
 
 def check_option_names(options: Mapping[str, Any]) -> None:
-    """Check that every option exists, and that ``tensors`` has names; skip options that were already read."""
+    """Check that every option exists and belongs to one problem, and that ``tensors`` has names."""
     if not isinstance(options, ReadOptions):
         check_names(options)
         check_tensors(options)
+    elif layer_option := options.layer_option:
+        check_names({layer_option.name: layer_option.value})
+    elif options.compute_dtype:
+        check_names({"compute_dtype": options.compute_dtype})
 
 
 def read_options(options: Mapping[str, Any], head_dim: int) -> ReadOptions:

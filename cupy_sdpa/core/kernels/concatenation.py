@@ -25,24 +25,6 @@ class Address(NamedTuple):
 NOWHERE = Address(0, 0, 0, 0, 0)
 
 
-class Filler(NamedTuple):
-    """``width`` constants along head_dim: ``first``, then zeros."""
-
-    width: int
-    first: float = 0.0
-
-
-class Concatenation(NamedTuple):
-    """Arrays to concatenate along head_dim.
-
-    The target is ``(W, H, S, B)`` or packed ``(W, H, T)``, in Fortran order. The parts are arrays ``(D, H, S, B)`` of its dtype
-    with any strides, or constants; their head dims add up to W.
-    """
-
-    target: Any
-    parts: Sequence[Any]
-
-
 #: A part of a target as the kernel copies it: addresses, bytes, and elements; ``source`` 0 for a constant.
 _PART = Struct("Part", "source source_d source_h source_s source_b target pitch width heads length rows first")
 #: The parts of a launch, at most: three arrays of three parts, and three of two.
@@ -53,56 +35,57 @@ COLUMNS, ROWS, MAX_BLOCKS = 8, 32, 4096
 VECTOR = 16
 
 
-def concatenate(wanted: Sequence[Concatenation]) -> None:
-    """Concatenate arrays along head_dim; on the GPU all of them in one launch, without synchronization."""
-    wanted = [one for one in wanted if one.target.size]
+def concatenate(wanted: Sequence[tuple[Any, Sequence[Any], float]]) -> None:
+    """Concatenate arrays along head_dim; on the GPU all of them in one launch, without synchronization.
+
+    Args:
+        wanted: tuples of a target, its parts, and the number in the row after the parts; the rows after it are 0. The target is
+            ``(W, H, S, B)`` or packed ``(W, H, T)``, in Fortran order. The parts are arrays ``(D, H, S, B)`` of its dtype with
+            any strides.
+    """
+    wanted = [one for one in wanted if one[0].size]
     if not wanted:
         return
-    if not cupy_runtime.is_array(wanted[0].target):
+    first_target = wanted[0][0]
+    if not cupy_runtime.is_array(first_target):
         for one in wanted:
             _concatenate_on_cpu(*one)
         return
-    itemsize = wanted[0].target.itemsize
+    itemsize = first_target.itemsize
     parts: list[tuple[Any, ...]] = []
     aligned = True
     for one in wanted:
-        aligned &= _add_parts(parts, one)
-    rows = max([one.target.size // len(one.target) for one in wanted])
+        aligned &= _add_parts(parts, *one)
+    rows = max([target.size // len(target) for target, *_ in wanted])
     grid = min(-(-rows // ROWS), MAX_BLOCKS), len(parts)
     kernel = _concatenate_kernel(VECTOR if aligned else itemsize, itemsize)
     kernel(grid, (COLUMNS, ROWS), (_PARTS(parts),))
 
 
-def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
+def _concatenate_on_cpu(target: Any, arrays: Sequence[Any], after: float) -> None:
     start = 0
-    for part in parts:
-        width = part.width if isinstance(part, Filler) else part.shape[0]
-        if isinstance(part, Filler):
-            target[start : start + width] = 0
-            target[start : start + min(width, 1)] = part.first
-        else:
-            target[start : start + width] = part
-        start += width
+    for array in arrays:
+        end = start + array.shape[0]
+        target[start:end] = array
+        start = end
+    target[start:] = 0
+    target[start : start + 1] = after
 
 
-def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
+def _add_parts(parts: list[tuple[Any, ...]], target: Any, arrays: Sequence[Any], after: float) -> bool:
     """Add the parts of a target to a list; returns whether all of them can be copied 16 bytes at a time."""
-    target = wanted.target
-    _, heads, length, *_ = target.shape
-    itemsize, pitch, start = target.itemsize, target.shape[0] * target.itemsize, target.data.ptr
+    width, heads, length, *_ = target.shape
+    itemsize, pitch, start = target.itemsize, width * target.itemsize, target.data.ptr
     aligned, places = True, pitch
-    for part in wanted.parts:
-        if isinstance(part, Filler):
-            width, first = part.width, int(np.array(part.first, target.dtype).view(f"u{itemsize}"))
-            source = NOWHERE
-        else:
-            width, first, source = part.shape[0], 0, address(part, 0)
+    constant = int(np.array(after, target.dtype).view(f"u{itemsize}"))
+    rest = width - sum(len(array) for array in arrays)
+    for source, width, first in (*((address(array, 0), len(array), 0) for array in arrays), (NOWHERE, rest, constant)):
         if not width:
             continue
         parts.append((*source, start, pitch, width, heads, length, target.size // len(target), first))
         if source.address:
             aligned &= source.d == itemsize
-            places |= address_bits(source)
+            places |= source.address | source.h | source.s | source.b
         places |= start | (width * itemsize)
         start += width * itemsize
     return aligned and places % VECTOR == 0
@@ -144,8 +127,3 @@ def strides_of_rows(array: Any) -> tuple[int, int, int]:
     """Return the strides along tokens, heads and batch of one number for each row: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
     first, second, *batch = array.strides
     return (first, second, batch[0]) if batch else (second, first, 0)
-
-
-def address_bits(array: Address) -> int:
-    """Return the bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
-    return array.address | array.h | array.s | array.b

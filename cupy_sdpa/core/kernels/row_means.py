@@ -15,21 +15,20 @@ from .concatenation import MAX_BLOCKS, Address, address, strides_of_rows
 _MEANS = Struct(
     "Means",
     "width heads length rows target stats target_s target_h target_b stats_s stats_h stats_b",
-    **dict.fromkeys(("products", "dout", "means"), Struct("Array", " ".join(Address._fields))),
+    **dict.fromkeys(("products", "dout", "mean"), Struct("Array", " ".join(Address._fields))),
 )
 
 
-def row_means(target: Any, stats: Any, products: Any, dout: Any, means: Any, mean_index: int, scale: float) -> None:
+def row_means(target: Any, stats: Any, products: Any, dout: Any, mean: Any, scale: float) -> None:
     """Write each row's mean score derivative, which is the derivative of the log-sum-exp; one launch.
 
-    It is ``scale rowsum(dout ∘ products)``, the mean that the backward pass subtracts, plus the element ``mean_index`` of
-    ``means``, the mean that it does not subtract; 0 where the log-sum-exp is -inf.
+    It is ``scale rowsum(dout ∘ products)``, the mean that the backward pass subtracts, plus ``mean``, the mean that it does not
+    subtract; 0 where the log-sum-exp is -inf.
 
     Args:
         target, stats: ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
         products, dout: ``(X, Hq, Sq, B)`` or packed ``(X, Hq, Tq)``; or None, which are 0.
-        means: the gradient of Q2 of a derivative, or None, which is 0.
-        mean_index: the place of the mean along head_dim.
+        mean: ``(1, Hq, Sq, B)`` or packed ``(1, Hq, Tq)``, of the dtype of products; or None, which is 0.
         scale: the factor of the scores.
     """
     if not target.size:
@@ -39,15 +38,15 @@ def row_means(target: Any, stats: Any, products: Any, dout: Any, means: Any, mea
         with np.errstate(invalid="ignore", over="ignore"):  # the padding of q may be anything
             if products is not None:
                 found = scale * (products.astype(work) * dout.astype(work)).sum(axis=0)
-            if means is not None:
-                found = found + means[mean_index].astype(work)
+            if mean is not None:
+                found = found + mean[0].astype(work)
         if target.ndim == 3 and not isinstance(found, int):
             found = found.transpose(1, 0, 2)
         target[...] = np.where(np.isneginf(stats), 0, found)
         return
-    like = means if products is None else products
+    like = mean if products is None else products
     width, heads, length, *_ = like.shape
-    places = [address(products, 0), address(dout, 0), address(means, mean_index)]
+    places = [address(products, 0), address(dout, 0), address(mean, 0)]
     rows = *strides_of_rows(target), *strides_of_rows(stats)
     arguments = _MEANS(width, heads, length, target.size, target, stats, *rows, *places)
     grid = (min(-(-target.size // _WARPS), MAX_BLOCKS),)
@@ -76,7 +75,7 @@ def _row_means_kernel(dtype: str) -> str:
                 for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
                 if (!exists || threadIdx.x) continue;
                 float found = scale * sum;
-                if (a.means.address) found += float(*(const {of.name}*)AT(means));
+                if (a.mean.address) found += float(*(const {of.name}*)AT(mean));
                 if (*(const float*)(a.stats + s * a.stats_s + h * a.stats_h + b * a.stats_b) == __int_as_float(0xff800000))
                     found = 0;
                 *(float*)(a.target + s * a.target_s + h * a.target_h + b * a.target_b) = found;

@@ -210,6 +210,8 @@ def run(
     is cached with the options that were decided, and looked up with them first.
     """
     if looked_up is not None and not _has_views_of(looked_up, call.key):
+        if check is not None:
+            check(read(call))
         returned = results_of(call)
         return returned if back is None else back(returned)
     if tag is not None:
@@ -242,7 +244,8 @@ def run(
 
 def _has_views_of(key: CallKey, of_call: CallKey) -> bool:
     """True if all arrays of a call are views of the arrays with the same names in another key, and not copies."""
-    passed = {**key.options, **key.named()}
+    named = {name: x for name, x in zip(key.names, key.arrays, strict=True) if x is not None}  # a name may be there twice
+    passed = {**key.options, **named}
     arrays = {name: x for name, x in {**of_call.options, **of_call.named()}.items() if hasattr(x, "shape")}
     return all(x is passed.get(name) or shares_memory(x, passed.get(name)) for name, x in arrays.items())
 

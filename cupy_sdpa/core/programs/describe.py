@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..boundary.arguments import read_shapes
+from ..boundary.arguments import read_shapes, views_of_shapes
+from ..boundary.options import check_names
 from ..graph import graph_of
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
@@ -14,6 +15,7 @@ from ..replay.call_report import Report, explain_on_device, joined, with_workaro
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
+from .calls import call_of, read
 from .executor import ReadCall
 
 #: The arrays of a backward pass that are results of the forward pass, or like one.
@@ -70,6 +72,18 @@ def problems_of(call: ReadCall) -> tuple[Problem, ...]:
     (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
     flags: dict[str, Any] = {"backward": "dq" in results, "return_stats": "stats" in results}
     return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)
+
+
+def problems_of_shapes(
+    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
+) -> tuple[Problem, ...]:
+    """Return the problems of a call of a public function with arrays, or with shapes as dense arrays; no element is read.
+
+    ``arrays`` and ``options`` are as for :func:`cupy_sdpa.problem`, by name; ``flags`` are the function's other arguments.
+    """
+    check_names({**options, "block_mask": None})  # which the function takes, or refuses
+    views, options = views_of_shapes(arrays, options, dtype=dtype)
+    return problems_of(read(call_of(function, **views, **options, **flags)))
 
 
 def accuracy_of(call: ReadCall) -> str:

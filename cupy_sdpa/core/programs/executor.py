@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from ..boundary.argument import check_separate, read_arrays, tensor_name
 from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
-from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
+from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, kept_options
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
@@ -37,6 +37,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
 from . import attention_steps
 from .binding import BLOCK
+from .decided_options import split_options
 from .program import Builder, Program
 from .step_log import run_logged
 from .steps import Attend, ProgramStep
@@ -393,7 +394,7 @@ class Operands(NamedTuple):
 
 
 def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
-    """Read the arrays and the options of a call of several steps, each once.
+    """Read the arrays and the options of a call of several steps, each once; functions are recorded, see :func:`.kept_options`.
 
     Raises:
         TypeError, ValueError: an argument is not an array, an option does not exist, or has a wrong value.
@@ -402,8 +403,10 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     >>> views["q"].shape, options.settings.band
     ((8, 2, 5, 1), Band(left=None, right=0, bottom_right=False))
     """
+    layer_option, dtype, options = split_options(options)
     check_option_names(options)
     passed, tensors, _ = read_arrays(arrays, options)
+    options = kept_options(arrays["q"], options)
     operands = passed | tensors
     views = {name: View.of(name, array) for name, array in operands.items()}
     of_options = {name: view for name, view in views.items() if name not in arrays}
@@ -411,7 +414,8 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     if tensors:
         described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
     head_dim, *_ = views["q"].shape or (0,)
-    return Operands(operands, views, read_options(described, head_dim))
+    read = replace(read_options(described, head_dim), layer_option=layer_option, compute_dtype=dtype)
+    return Operands(operands, views, read)
 
 
 def is_any_array(value: Any) -> bool:

@@ -85,6 +85,6 @@ def _add_gradient(steps: Steps, dscale: View, stats: View, q: View, dq: View) ->
         steps.fill(dscale, 0)
         return
     rows = steps.temporary(stats.shape, stats.dtype)
-    steps.run(row_means, rows, stats, dq, q, None, 0, 1.0, writes=[rows])
+    steps.run(row_means, rows, stats, dq, q, None, 1.0, writes=[rows])
     of_tokens = rows.T[..., None] if rows.ndim == 2 else rows  # (tokens, heads, batch)
     steps.run(sum_over_scores, of_tokens.transpose(0, 2, 1)[..., None], dscale[None, None, :, None], writes=[dscale])

@@ -12,16 +12,15 @@ from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
 from ..boundary.read_options import ReadOptions
-from ..boundary.user_functions import Gradients, gradient_name, kept_options
-from ..hooks import PassOption
+from ..boundary.user_functions import Gradients, gradient_name
 from ..problem.arrays import BACKWARD, FORWARD
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
-from .decided_options import split_options
-from .executor import ReadCall, call_of_problem, composed, read_operands
+from .decided_options import is_one_problem
+from .executor import Operands, ReadCall, call_of_problem, composed, read_operands
 from .head_scales import check_request, check_scales, is_per_head, scaled, unscaled_options
 from .program import Builder
 
@@ -36,19 +35,18 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
 
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
-    layer_option, dtype, others = split_options(key.options)
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-    if layer_option is None and dtype is None and not is_per_head(others):
-        return call_of_problem(read_forward(**key.named(), options=others, **flags))
-    arrays, views, options = _read_operands(key, others, layer_option, dtype, ("out", "stats"), None)
-    of_call: dict[str, Any] = {"layer_option": layer_option, "dtype": dtype, **flags}
-    results, _ = _results_of(views, options, **of_call)
+    if is_one_problem(key.options) and not is_per_head(key.options):
+        return call_of_problem(read_forward(**key.named(), options=key.options, **flags))
+    arrays, views, options = _read_operands(key, ("out", "stats"), None)
+    results, _ = _results_of(views, options, **flags)
     if kept:
+        dtype = options.compute_dtype
         assert dtype
         shapes, device = {name: (results | views)[name].shape for name in _KEPT}, views["q"].storage.device
         for name, shape in shapes.items():
             results[f"kept {name}"] = View.dense(f"kept {name}", shape, numpy_dtype(dtype), device)
-    return composed(key, arrays, views, results, functools.partial(add, views=views, options=options, **of_call))
+    return composed(key, arrays, views, results, functools.partial(add, views=views, options=options, **flags))
 
 
 def parse_backward(
@@ -71,18 +69,16 @@ def parse_backward(
             raise TypeError(
                 f"{name} is None; the backward pass needs it{also}: attention(..., return_stats=True) returns out and stats"
             )
-    layer_option, dtype, others = split_options(key.options)
-    check_request(others, requests.get("return_dscale", False))
-    if layer_option is None and dtype is None and not of_stats and not is_per_head(others):
+    check_request(key.options, requests.get("return_dscale", False))
+    if is_one_problem(key.options) and not of_stats and not is_per_head(key.options):
         flags.pop("return_dscale", None)
-        call = read_backward(**key.named(), options=others, **flags)
+        call = read_backward(**key.named(), options=key.options, **flags)
         call.given_stats = "whole"
         return call_of_problem(call)
-    arrays, views, options = _read_operands(key, others, layer_option, dtype, ("dq", "dk", "dv"), result)
-    of_call: dict[str, Any] = {"layer_option": layer_option, "dtype": dtype, **flags}
-    results, gradients = _results_of(views, options, gradients=True, result=result, **of_call)
-    build = functools.partial(add, views=views, options=options, **of_call)
-    why = read_stats_gradient(views, dtype)
+    arrays, views, options = _read_operands(key, ("dq", "dk", "dv"), result)
+    results, gradients = _results_of(views, options, gradients=True, result=result, **flags)
+    build = functools.partial(add, views=views, options=options, **flags)
+    why = read_stats_gradient(views, options.compute_dtype)
     return composed(key, arrays, views, results, build, gradients=gradients, refusal=why)
 
 
@@ -101,18 +97,12 @@ def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callabl
     return functools.partial(refusal, q.shape[0], v.shape[0], alone=views.get("dout") is None)
 
 
-def _read_operands(
-    key: CallKey,
-    options: Mapping[str, Any],
-    layer_option: PassOption | None,
-    dtype: str | None,
-    results: Sequence[str],
-    result: Any,
-) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
+def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operands:
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
-    given = kept_options(key.array("q"), options)
-    scale = {"scale": given["scale"]} if is_per_head(given) else {}
-    arrays, views, options = read_operands(key.named() | scale, {**given, "scale": 1.0} if scale else given)
+    scale = {"scale": key.options["scale"]} if is_per_head(key.options) else {}
+    given = {**key.options, "scale": 1.0} if scale else key.options
+    arrays, views, options = read_operands(key.named() | scale, given)
+    layer_option, dtype = options.layer_option, options.compute_dtype
     if scale:
         check_scales(views, dtype or dtype_name(views["q"].dtype))
         options |= {"scale": views["scale"]}
@@ -121,7 +111,7 @@ def _read_operands(
         check_converted(of_call, dtype=result, results=results)
     if layer_option is not None:
         layer_option.module.check(layer_option.value, of_call, options, results, dtype=result, rounded=dtype is not None)
-    return arrays, views, options
+    return Operands(arrays, views, options)
 
 
 def _results_of(
@@ -129,8 +119,6 @@ def _results_of(
     options: ReadOptions,
     *,
     gradients: bool = False,
-    layer_option: PassOption | None = None,
-    dtype: str | None = None,
     result: Any = None,
     **flags: Any,
 ) -> tuple[dict[str, View], Gradients | None]:
@@ -139,7 +127,8 @@ def _results_of(
     ``views`` has q, k and v, and any other arrays that the caller passed; ``flags`` are the call's other arguments.
     """
     q, k, v = (views[name] for name in "qkv")
-    requested, options = flags.pop("return_dscale", False), unscaled_options(options)
+    layer_option, dtype = options.layer_option, options.compute_dtype
+    requested, options = flags.pop("return_dscale", False), unscaled_options(options.of_one_problem())
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
     if layer_option is not None:
         shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
@@ -194,8 +183,6 @@ def add(
     views: Mapping[str, View],
     options: ReadOptions,
     *,
-    layer_option: PassOption | None = None,
-    dtype: str | None = None,
     given_stats: GivenStats = "whole",
     deterministic: bool = False,
     **outputs: Any,
@@ -207,6 +194,7 @@ def add(
     """
     from .stats_gradient import needs_equal, sum_of_sinks, with_rows
 
+    layer_option, dtype, options = options.layer_option, options.compute_dtype, options.of_one_problem()
     backward, of_stats = "dout" in views, "dstats" in views
     backward |= of_stats
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}

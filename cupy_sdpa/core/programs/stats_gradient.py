@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..boundary.arguments import views_of_shapes
-from ..kernels.concatenation import Concatenation, Filler, concatenate
 from ..kernels.ragged import sum_over_scores
 from ..kernels.stats_gradient import ROWS, append_stats_gradient
 from ..options.scale import read_scale
@@ -19,8 +18,7 @@ from ..problem.arrays import SCORE_GRADIENTS
 from ..problem.view import View
 from .steps import Steps
 
-#: Head dims are multiples of this number. Packed sequences, to which calls with a block mask copy blocks, need twice that; they
-#: and deterministic gradients need equal head dims, see core/support/known_bugs.py.
+#: Head dims are multiples of this number.
 MULTIPLE = 8
 #: The flags that request sums of dS, which need dq to be written directly.
 _OF_SCORES = (*(row.request for row in SCORE_GRADIENTS), "return_dtensors")
@@ -31,8 +29,13 @@ REMEDY = (
 )
 
 
-def rounded_up(width: int, multiple: int) -> int:
-    """Return the smallest multiple of a number that is not less than a width."""
+def padded_head_dim(width: int, *, equal: bool = False) -> int:
+    """Return the smallest head dim that cuDNN's kernels take and that is not less than a width.
+
+    ``equal``: of calls that need equal head dims, which are packed sequences, to which calls with a block mask copy blocks, and
+    deterministic gradients, see core/support/known_bugs.py. Packed sequences need twice the multiple.
+    """
+    multiple = 2 * MULTIPLE if equal else MULTIPLE
     return -(-width // multiple) * multiple
 
 
@@ -42,10 +45,10 @@ def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
     >>> widths(64, 64, equal=False), widths(64, 64, equal=True), widths(128, 0, equal=True)
     ((64, 72), (80, 80), (128, 128))
     """
-    of_values = rounded_up(value_dim + ROWS, MULTIPLE)
+    of_values = padded_head_dim(value_dim + ROWS)
     if not equal:
         return head_dim, of_values
-    both = rounded_up(max(head_dim, value_dim + ROWS), 2 * MULTIPLE)
+    both = padded_head_dim(max(head_dim, value_dim + ROWS), equal=True)
     return both, both
 
 
@@ -68,14 +71,13 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
     q, k, v, dout, out, stats = (made[name] for name in ("q", "k", "v", "dout", "out", "stats"))
     value_dim = 0 if dout is None else v.shape[0]
     of_scores, of_values = widths(q.shape[0], value_dim, equal=equal)
-    wanted: list[Concatenation] = []
+    wanted: list[tuple[View, list[View], float]] = []
     back: list[tuple[View, View]] = []
 
     def widen(name: str, like: View, width: int, *, copied: bool = True) -> None:
         """An array with more rows, which are 0; if not ``copied`` all of them are."""
         made[name] = steps.temporary((width, *like.shape[1:]), like.dtype)
-        parts = [like, Filler(width - like.shape[0])] if copied else [Filler(width)]
-        wanted.append(Concatenation(made[name], parts))
+        wanted.append((made[name], [like] if copied else [], 0.0))
 
     def widen_result(name: str, width: int) -> None:
         target = made[name]
@@ -96,7 +98,7 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
     else:
         made["dv"] = steps.temporary(made["v"].shape, v.dtype)
         steps.fill(arrays["dv"], 0)
-    steps.run(concatenate, wanted, writes=[one.target for one in wanted])
+    steps.concatenate(wanted)
     steps.run(append_stats_gradient, made["dout"], made["out"], dstats, stats, writes=[made["dout"], made["out"]])
 
     def finish() -> None:
@@ -119,7 +121,7 @@ def wide_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
 ) -> tuple[View, View, View, dict[str, Any]]:
     """Return q, k and v (arrays, or shapes with a dtype) as views with the rows of dL, and the options without a layout."""
-    views, options = views_of_shapes(q, k, v, options, dtype=dtype)
+    views, options = views_of_shapes({"q": q, "k": k, "v": v}, options, dtype=dtype)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
     of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, of_layer=False, **flags))
     for name, width in (("q", of_scores), ("k", of_scores), ("v", of_values)):

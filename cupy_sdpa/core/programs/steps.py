@@ -240,6 +240,13 @@ class Steps:
         self.copy(made, source)
         return made
 
+    def concatenate(self, wanted: Sequence[tuple[View, Sequence[View], float]]) -> None:
+        """Concatenate arrays along head_dim, all in one step; see :func:`.concatenation.concatenate`."""
+        from ..kernels.concatenation import concatenate
+
+        if wanted:
+            self.run(concatenate, wanted, writes=[target for target, *_ in wanted])
+
     def fill(self, target: View, value: float) -> None:
         """Fill an array with a number."""
         if target.size:
