@@ -230,20 +230,7 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
     ...         print(str(error).removeprefix(str(path)))
     , line 1 is not a problem: a problem is a JSON object, not []
     """
-    return problem_file.read(path, _check_operations)
-
-
-def _check_operations(problem: Problem) -> None:
-    """Check that the graph has the operations of a problem's functions, which another version may have written."""
-    from .core.score_fn.expression import LEAVES
-    from .core.score_fn.modes import MODES
-
-    for mode, operands, *_ in problem.settings.program.steps if problem.settings.program else ():
-        if mode not in LEAVES and (mode not in MODES or len(operands) != MODES[mode].operands):
-            raise ValueError(
-                f"a function has the operation {mode!r} of {len(operands)} operands, which this version does not have; the "
-                "file may come from another version: write it again"
-            )
+    return problem_file.read(path)
 
 
 def __dir__() -> list[str]:

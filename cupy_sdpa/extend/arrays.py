@@ -1,14 +1,6 @@
 """Arrays of a call: their names and dtypes, checks, layouts, and other libraries.
 
-========= ====================================================================================================================
-names     KEY_ARRAYS, REQUESTS
-dtypes    ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, rounded
-problems  Problem, TensorSpec, NoArray
-checks    expected_arrays, check_strides_of
-layouts   Layout, Conversion, has_own_axes, takes_default
-libraries Library, is_on_gpu
-========= ====================================================================================================================
-"""
+========= ============================================================================================================="""
 
 from ..core._typing import Layout
 from ..core.boundary.argument import NoArray
@@ -17,13 +9,12 @@ from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_defaul
 from ..core.boundary.libraries import Library, is_on_gpu
 from ..core.problem.arrays import KEY_ARRAYS, REQUESTS
 from ..core.problem.problem import Problem
-from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, ITEMSIZE, TensorSpec, rounded
+from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, TensorSpec, rounded
 from ..core.problem.validation import expected_arrays
 
 __all__ = [
     "FLOAT_DTYPES",
     "FP8_LARGEST",
-    "ITEMSIZE",
     "KEY_ARRAYS",
     "REQUESTS",
     "Conversion",
