@@ -372,11 +372,12 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
 
 def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     """Explain a problem for a described GPU, with a plan if the version is the installed one."""
-    from .offline.remote_planner import kept_planner, load_target
+    from .core.cudnn_engine.plan import Target
+    from .offline.remote_planner import kept_planner
 
     if gpu is None:
         raise ValueError(f"cudnn is {cudnn!r} and gpu is None: name a GPU, explain(problem, gpu='H200', cudnn={cudnn!r})")
-    target = load_target(gpu)
+    target = Target.described(gpu)
     version = None if cudnn is None else version_number(cudnn)
     if problem.trivial:
         return Report("cuDNN", problem, graph_of(problem))
@@ -399,10 +400,11 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
 
 def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, int]:
     """Return the version of cuDNN and the compute capability that a report is for."""
-    from .offline.remote_planner import kept_planner, load_target
+    from .core.cudnn_engine.plan import Target
+    from .offline.remote_planner import kept_planner
 
     assert gpu
-    return kept_planner().version if cudnn is None else version_number(cudnn), load_target(gpu).capability
+    return kept_planner().version if cudnn is None else version_number(cudnn), Target.described(gpu).capability
 
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:

@@ -112,7 +112,8 @@ def build(
     >>> [result.gpu for result in results if result.plan is None]  # doctest: +SKIP
     []
     """
-    from .offline.remote_planner import Planner, load_target
+    from .core.cudnn_engine.plan import Target
+    from .offline.remote_planner import Planner
 
     if isinstance(problems, Problem) or not isinstance(problems, Iterable):
         raise TypeError(f"problems is {problems!r}; pass a list of problems of cupy_sdpa.problem(...)")
@@ -125,7 +126,7 @@ def build(
     if cudnn is not None and not isinstance(cudnn, str):
         raise TypeError(f"cudnn is {cudnn!r}; pass a version as '9.19', or the path of a libcudnn.so.9 as text")
     workers = workers if workers is None else read_positive("workers", workers)
-    targets = [load_target(os.fspath(name)) for name in names]
+    targets = [Target.described(os.fspath(name)) for name in names]
     library = cudnn if cudnn is not None and "/" in cudnn else None
     required = version_number(cudnn) if cudnn is not None and library is None else None
     DiskCache(Path(folder)).check()

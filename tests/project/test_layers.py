@@ -54,17 +54,8 @@ FACE = {"__init__", "attention_functions", "explanation", "helpers", "layout", "
 EXCEPTIONS = {
     # saved functions are computed with numpy, independently of the engine
     "check": {"score_fn.modes.MODES"},
-    "cli": {
-        # the command "support" prints these tables
-        "support.known_bugs.BUGS", "support.known_bugs.Bug", "support.known_bugs.GUARDS", "support.rules.RULES",
-        "support.why_not.GUARDS_OFF", "support.why_not.unverified_rules", "support.why_not.why_not",
-        # the commands print what is installed, what is required, and how to install it
-        "cudnn.deviceless.read_description", "cudnn.nvrtc.nvrtc", "errors.INSTALL_FOR_GPU", "errors.pip_install",
-        "support.gpus", "support.rules.MINIMUM_CAPABILITY", "version.MINIMUM_CUDNN", "version.RELEASES",
-        "version.version_number", "version.version_text",
-        # a command ends at the first Ctrl-C
-        "_interrupt.restore",
-    },
+    # how to install what is missing
+    "cli": {"errors.pip_install"},
 }  # fmt: skip
 #: The names of classes that are also names of types elsewhere, with the reasons.
 SAME_NAMES = {
