@@ -81,6 +81,7 @@ TESTS = {
     "cupy_sdpa/parallel": ("parallel", "replay"),
     "cupy_sdpa/core/problem": ("problem", "kv_cache", "attention"),
     "cupy_sdpa/offline/problem_file.py": ("check",),
+    "cupy_sdpa/core/problem/plain_data.py": ("check",),
     "cupy_sdpa/core/problem/slices.py": ("attention",),
     "cupy_sdpa/core/programs": ("programs", "replay", "block_masks", "jvp", "attention", "kv_cache"),
     "cupy_sdpa/core/replay": ("replay",),
