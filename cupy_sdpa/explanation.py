@@ -174,12 +174,13 @@ def explain(
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
     function: Callable[..., Any]
-    names, missing = tuple(results), {}
+    names: tuple[str, ...] = tuple(results)
+    missing: tuple[str, ...] = ()
     if backward:
         function, missing = attention_backward, OF_FORWARD
     elif jvp:
         function, names = attention_jvp, TANGENTS
-        missing = {} if any(results[name] is not None for name in TANGENTS) else {name: name[1:] for name in TANGENTS}
+        missing = () if any(results[name] is not None for name in TANGENTS) else TANGENTS
     else:
         function, names = attention, ("out", "stats")
     of_function = {"q": q, "k": k, "v": v, **{name: results[name] for name in names}, "deterministic": deterministic}
@@ -303,7 +304,7 @@ def _described(
     options: Mapping[str, Any],
     gpu: str | None,
     cudnn: str | None,
-    missing: Mapping[str, str] | None = None,
+    missing: Sequence[str] = (),
 ) -> tuple[ReadCall, Report]:
     """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
     call = call_of(function, *arguments, **options)

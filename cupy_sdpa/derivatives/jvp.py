@@ -13,7 +13,6 @@ from ..extend import (
     CallKey,
     Unsupported,
     View,
-    call_of,
     composed,
     numpy_dtype,
     operation,
@@ -25,9 +24,9 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
+from ..extend.calls import ReadCall, decided_options, run, run_cached, split_options
 from ..extend.options import Options, check_converted, check_names, kept_options
-from ..extend.planning import problems_of, views_of_shapes
+from ..extend.planning import problems_of_shapes
 from .derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,
@@ -223,7 +222,7 @@ def jvp_problems(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     check_names({**options, "block_mask": None})
-    views, own = views_of_shapes(q, k, v, options, dtype=dtype)
-    views |= {name: views[name[1:]] for name in tangents}
+    arrays = {"q": q, "k": k, "v": v}
+    arrays |= {name: arrays[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
-    return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))
+    return problems_of_shapes(attention_jvp, arrays, options, dtype=dtype, **flags)

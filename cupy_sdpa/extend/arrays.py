@@ -1,6 +1,14 @@
 """Arrays of a call: their names and dtypes, checks, layouts, and other libraries.
 
-========= ============================================================================================================="""
+========= ====================================================================================================================
+names     KEY_ARRAYS, REQUESTS
+dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
+problems  Problem, TensorSpec, NoArray
+checks    expected_arrays, check_strides_of
+layouts   Layout, Conversion, has_own_axes, takes_default
+libraries Library, is_on_gpu
+========= ====================================================================================================================
+"""
 
 from ..core._typing import Layout
 from ..core.boundary.argument import NoArray

@@ -284,7 +284,7 @@ def read_shapes(
     ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
     check_names(options)
-    views, given = views_of_shapes(q, k, v, options, dtype=dtype)
+    views, given = views_of_shapes({"q": q, "k": k, "v": v}, options, dtype=dtype)
     given["layout"] = "dhsb"  # arrays may have any strides
     _check_return_stats(return_stats)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
@@ -296,9 +296,9 @@ def read_shapes(
 
 
 def views_of_shapes(
-    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None
+    arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None
 ) -> tuple[dict[str, View], dict[str, Any]]:
-    """Return views on a GPU for arrays or shapes (as dense arrays): q, k and v, and the options with views for arrays.
+    """Return views on a GPU for arrays or shapes (as dense arrays), q among them, and the options with views for arrays.
 
     The views have the package's axes, and the options no ``layout``.
     """
@@ -309,12 +309,12 @@ def views_of_shapes(
     def view(spec: TensorSpec) -> View:
         return View(Storage(spec.name, spec.alignment, 0), numpy_dtype(spec.dtype), spec.shape, spec.strides)
 
-    specs = [_spec_of_shape(name, axes.array(name, x), dtype) for name, x in (("q", q), ("k", k), ("v", v))]
+    specs = {name: _spec_of_shape(name, axes.array(name, x), dtype) for name, x in arrays.items()}
     given = {name: value for name, value in options.items() if value is not None and value is not False}
-    given |= {name: view(spec) for name, spec in _specs_of_options(options, specs[0]).items()}
+    given |= {name: view(spec) for name, spec in _specs_of_options(options, specs["q"]).items()}
     if tensors := options.get("tensors"):
         given["tensors"] = {name: view(_spec_of_shape(tensor_name(name), x, "float32")) for name, x in tensors.items()}
-    return {spec.name: view(spec) for spec in specs}, given
+    return {name: view(spec) for name, spec in specs.items()}, given
 
 
 def _specs_of_options(options: Mapping[str, Any], q: TensorSpec) -> dict[str, TensorSpec]:

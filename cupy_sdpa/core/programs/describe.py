@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..boundary.arguments import read_shapes
+from ..boundary.arguments import read_shapes, views_of_shapes
 from ..graph import graph_of
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
@@ -14,10 +14,11 @@ from ..replay.call_report import Report, explain_on_device, joined, with_workaro
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
+from .calls import call_of, read
 from .executor import ReadCall
 
 #: The arrays of a backward pass that are results of the forward pass, or like one.
-OF_FORWARD = {"dout": "out", "out": "out", "stats": "stats"}
+OF_FORWARD = ("dout", "out", "stats")
 
 
 def report_of(
@@ -70,6 +71,22 @@ def problems_of(call: ReadCall) -> tuple[Problem, ...]:
     (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
     flags: dict[str, Any] = {"backward": "dq" in results, "return_stats": "stats" in results}
     return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)
+
+
+def problems_of_shapes(
+    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
+) -> tuple[Problem, ...]:
+    """Return the problems that a GPU runs for a call of an operation, from arrays or from the shapes of dense arrays.
+
+    Args:
+        function: the operation.
+        arrays: its arrays by name; q is one of them.
+        options: its options.
+        dtype: the dtype of the arrays that are shapes.
+        flags: its other arguments.
+    """
+    views, given = views_of_shapes(arrays, options, dtype=dtype)
+    return problems_of(read(call_of(function, **views, **given, **flags)))
 
 
 def accuracy_of(call: ReadCall) -> str:
