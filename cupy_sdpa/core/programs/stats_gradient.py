@@ -119,7 +119,7 @@ def wide_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
 ) -> tuple[View, View, View, dict[str, Any]]:
     """Return q, k and v (arrays, or shapes with a dtype) as views with the rows of dL, and the options without a layout."""
-    views, options = views_of_shapes(q, k, v, options, dtype=dtype)
+    views, options = views_of_shapes({"q": q, "k": k, "v": v}, options, dtype=dtype)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
     of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, of_layer=False, **flags))
     for name, width in (("q", of_scores), ("k", of_scores), ("v", of_values)):
