@@ -344,7 +344,7 @@ def _notes(
         return conversion, method_description(mask, TableSizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
-    if reasons or function is None or settings.program is None or settings.program.mask is None:  # or no more than a band
+    if reasons or function is None or settings.expression is None or settings.expression.mask is None:  # or no more than a band
         return conversion, ""
     if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
         return conversion, ""

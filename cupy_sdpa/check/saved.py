@@ -66,11 +66,11 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
     if settings.dropout:
         source = "mask" if problem.dropout_mask else "array"
         yield "dropout", tuple(Dropout(settings.dropout, source, 1, 0))
-    if program := settings.program:
-        if program.score is not None:
-            yield "score_mod", _function(problem, program.steps_of(program.score))
-        if program.mask is not None:
-            yield "mask_mod", _function(problem, program.steps_of(program.mask))
+    if expression := settings.expression:
+        if expression.score is not None:
+            yield "score_mod", _function(problem, expression.steps_of(expression.score))
+        if expression.mask is not None:
+            yield "mask_mod", _function(problem, expression.steps_of(expression.mask))
     if problem.max:
         yield "stats", "max_sumexp"
     elif problem.stats and not problem.backward:

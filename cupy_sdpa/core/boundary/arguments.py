@@ -243,10 +243,10 @@ def _check_page_table(problem: Problem, arrays: Mapping[str, Any]) -> None:
     """Check the entries of a page table before the lengths, on the CPU only."""
     (page, pages), table, lengths = problem.k.shape[2:], arrays["page_table"], arrays["seq_lens_kv"]
     queries = arrays.get("seq_lens_q")
-    band, program = problem.settings.band, problem.settings.program
+    band, expression = problem.settings.band, problem.settings.expression
     # a page that a mask hides may be listed twice: the pages of a window are used again
     hides = band is not None and (band.left is not None or not band.bottom_right)
-    masked = program or hides or any(has_score_axes(spec.name) for spec in problem.tensors)
+    masked = expression or hides or any(has_score_axes(spec.name) for spec in problem.tensors)
     for b, length in enumerate(lengths):
         used = table[: -(-int(length) // max(page, 1)), b]
         if not used.size:

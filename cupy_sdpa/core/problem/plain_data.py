@@ -98,7 +98,9 @@ def _spec(name: str, value: Any) -> TensorSpec:
 
 def _settings(value: Any) -> Settings:
     """Return the settings of a problem."""
-    _require(isinstance(value, dict) and value.keys() <= set(Settings._fields), f"settings is {value!r}")
+    _require(isinstance(value, dict), f"settings is {value!r}")
+    if unknown := [name for name in value if name not in Settings._fields]:
+        raise ValueError(f"settings has no {', '.join(unknown)}; the file may come from another version: write it again")
     found = dict(value)
     if "band" in value:
         sides = value["band"].values()
@@ -106,8 +108,8 @@ def _settings(value: Any) -> Settings:
         found["band"] = Band(**value["band"])
     if "split" in value:
         found["split"] = Split(**value["split"])
-    if "program" in value:
-        found["program"] = _expression(value["program"])
+    if "expression" in value:
+        found["expression"] = _expression(value["expression"])
     return Settings(**found)
 
 
@@ -127,5 +129,7 @@ def _expression(value: Any) -> Expression:
         )
         steps.append(step)
     roots = value["score"], value["mask"]
-    _require(all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a program ends outside its steps")
+    _require(
+        all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a function ends outside its steps"
+    )
     return Expression(tuple(steps), *roots)
