@@ -61,8 +61,8 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
     if band := settings.band:
         corner = "bottom_right" if band.bottom_right else "top_left"
         yield ("causal", corner) if (band.left, band.right) == (None, 0) else ("window", (band.left, band.right, corner))
-    yield from _arrays(problem)
-    yield from _lengths(problem)
+    yield from _array_options(problem)
+    yield from _length_options(problem)
     if settings.dropout:
         source = "mask" if problem.dropout_mask else "array"
         yield "dropout", tuple(Dropout(settings.dropout, source, 1, 0))
@@ -77,7 +77,7 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
         yield "stats", True
 
 
-def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
+def _array_options(problem: Problem) -> Iterator[tuple[str, Any]]:
     """Yield the options that are arrays, and their gradients."""
     for name, row in ROWS.items():
         if (value := row.saved(problem)) is not None:
@@ -90,7 +90,7 @@ def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
         yield "return_dtensors", True
 
 
-def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
+def _length_options(problem: Problem) -> Iterator[tuple[str, Any]]:
     """Yield the options of batch items with different lengths."""
     if problem.paged:
         page, heads = problem.k.shape[2], problem.k.shape[1]

@@ -130,7 +130,7 @@ def command(arguments: argparse.Namespace) -> int:
     with _Progress(limits) as progress:
         drawn = cases(seed, engines, arguments.lengths) if given is None else iter(given)
         summary = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
-    _print(summary)
+    _print_summary(summary)
     report(summary, final=not summary.interrupted)
     if arguments.json is not None:
         print_labeled("report", str(arguments.json))
@@ -323,7 +323,7 @@ class _Progress(StatusLine):
             print(text, file=sys.stderr, flush=True)
 
 
-def _print(summary: Summary) -> None:
+def _print_summary(summary: Summary) -> None:
     """Print the table, the findings and the totals."""
     print()
     for line in summary.table():

@@ -46,7 +46,7 @@ def command(arguments: argparse.Namespace) -> int:
     with working("looking for libraries"):
         facts = _facts()
     if not result(**facts):
-        _print(facts)
+        _print_facts(facts)
     return 0
 
 
@@ -90,7 +90,7 @@ def _cudnn() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(facts: Mapping[str, Any]) -> None:
+def _print_facts(facts: Mapping[str, Any]) -> None:
     """Print the facts as aligned lines."""
     for found in (*facts["packages"], facts["cudnn"]):
         cuda = f" (for CUDA {found['cuda']})" if "cuda" in found else ""
