@@ -41,7 +41,7 @@ TESTS = {
     "cupy_sdpa/libraries": ("boundary",),
     "cupy_sdpa/core": ("attention",),
     "cupy_sdpa/core/boundary": ("boundary",),
-    "cupy_sdpa/core/boundary/argument.py": ("boundary", "programs"),
+    "cupy_sdpa/core/boundary/read_array.py": ("boundary", "programs"),
     "cupy_sdpa/core/boundary/read_options.py": ("boundary", "programs"),
     "cupy_sdpa/core/boundary/user_functions.py": ("boundary", "score_fn"),
     "cupy_sdpa/check": ("check",),

@@ -11,10 +11,10 @@ libraries Library, is_on_gpu
 """
 
 from ..core._typing import Layout
-from ..core.boundary.argument import NoArray
 from ..core.boundary.conversion import Conversion
 from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..core.boundary.libraries import Library, is_on_gpu
+from ..core.boundary.read_array import NoArray
 from ..core.problem.arrays import KEY_ARRAYS, REQUESTS
 from ..core.problem.problem import Problem
 from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, TensorSpec, rounded

@@ -29,10 +29,10 @@ from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from . import layouts, user_functions
-from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .axes import Axes
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names
+from .read_array import check_separate, read_arrays, spec_of, tensor_name
 from .read_options import ReadOptions, check_option_names, read_options
 
 

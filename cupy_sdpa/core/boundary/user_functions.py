@@ -19,8 +19,8 @@ from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
-from .argument import INT32, tensor_name
 from .conversion import Conversion, needs_conversion
+from .read_array import INT32, tensor_name
 
 #: The options that are functions.
 FUNCTIONS = ("score_mod", "mask_mod")

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..boundary.argument import INT32, as_int32, read_array
 from ..boundary.arguments import read_forward
 from ..boundary.conversion import Conversion
+from ..boundary.read_array import INT32, as_int32, read_array
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
