@@ -174,12 +174,13 @@ def explain(
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
     function: Callable[..., Any]
-    names, missing = tuple(results), {}
+    names: tuple[str, ...] = tuple(results)
+    missing: tuple[str, ...] = ()
     if backward:
         function, missing = attention_backward, OF_FORWARD
     elif jvp:
         function, names = attention_jvp, TANGENTS
-        missing = {} if any(results[name] is not None for name in TANGENTS) else {name: name[1:] for name in TANGENTS}
+        missing = () if any(results[name] is not None for name in TANGENTS) else TANGENTS
     else:
         function, names = attention, ("out", "stats")
     of_function = {"q": q, "k": k, "v": v, **{name: results[name] for name in names}, "deterministic": deterministic}
@@ -303,7 +304,7 @@ def _described(
     options: Mapping[str, Any],
     gpu: str | None,
     cudnn: str | None,
-    missing: Mapping[str, str] | None = None,
+    missing: Sequence[str] = (),
 ) -> tuple[ReadCall, Report]:
     """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
     call = call_of(function, *arguments, **options)
@@ -343,7 +344,7 @@ def _notes(
         return conversion, method_description(mask, TableSizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
-    if reasons or function is None or settings.program is None or settings.program.mask is None:  # or no more than a band
+    if reasons or function is None or settings.expression is None or settings.expression.mask is None:  # or no more than a band
         return conversion, ""
     if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
         return conversion, ""
@@ -372,11 +373,12 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
 
 def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     """Explain a problem for a described GPU, with a plan if the version is the installed one."""
-    from .offline.remote_planner import kept_planner, load_target
+    from .core.cudnn_engine.plan import Target
+    from .offline.remote_planner import kept_planner
 
     if gpu is None:
         raise ValueError(f"cudnn is {cudnn!r} and gpu is None: name a GPU, explain(problem, gpu='H200', cudnn={cudnn!r})")
-    target = load_target(gpu)
+    target = Target.described(gpu)
     version = None if cudnn is None else version_number(cudnn)
     if problem.trivial:
         return Report("cuDNN", problem, graph_of(problem))
@@ -399,10 +401,11 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
 
 def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, int]:
     """Return the version of cuDNN and the compute capability that a report is for."""
-    from .offline.remote_planner import kept_planner, load_target
+    from .core.cudnn_engine.plan import Target
+    from .offline.remote_planner import kept_planner
 
     assert gpu
-    return kept_planner().version if cudnn is None else version_number(cudnn), load_target(gpu).capability
+    return kept_planner().version if cudnn is None else version_number(cudnn), Target.described(gpu).capability
 
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .core._typing import Array, ArrayT, Engine, Layout
-from .core.boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .core.boundary.arguments import read_forward
 from .core.boundary.conversion import OUTPUTS, Conversion
 from .core.boundary.layouts import check_layout, other_layout, takes_default
+from .core.boundary.read_array import arrays_on_gpu, check_arrays, read_array
 from .core.errors import in_words
 from .core.kernels.merge import Parts, merge_parts
 from .core.kernels.merge_gradients import PartGradient, merge_gradients

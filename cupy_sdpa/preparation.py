@@ -125,7 +125,7 @@ class Prepared(Generic[ResultT]):
         dstats is passed by name. The prepared call may replace the ``options``, but not the ``outputs``, which are the other
         arguments.
         """
-        missing = OF_FORWARD if "dout" in arrays else None
+        missing = OF_FORWARD if "dout" in arrays else ()
         call = read(call_of(function, **arrays, **options, **outputs), missing=missing)
         report = report_of(call)
         if report.reasons:
@@ -229,7 +229,7 @@ def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -
     if one == other:
         one, other = str(prepared), str(passed)
     if one == other:
-        assumed = OF_FORWARD.keys() - given[0].keys()
+        assumed = {*OF_FORWARD} - given[0].keys()
         names = [name for name in {**given[0], **given[1]} if given[0].get(name) != given[1].get(name) and name not in assumed]
         one, other = (", ".join(f"{name} {x.get(name)}" for name in names) for x in given)
     values = f"Prepared: {one}. Passed: {other}." if one else "Their functions, or the blocks of their masks, differ."

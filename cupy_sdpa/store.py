@@ -112,7 +112,8 @@ def build(
     >>> [result.gpu for result in results if result.plan is None]  # doctest: +SKIP
     []
     """
-    from .offline.remote_planner import Planner, load_target
+    from .core.cudnn_engine.plan import Target
+    from .offline.remote_planner import Planner
 
     if isinstance(problems, Problem) or not isinstance(problems, Iterable):
         raise TypeError(f"problems is {problems!r}; pass a list of problems of cupy_sdpa.problem(...)")
@@ -125,7 +126,7 @@ def build(
     if cudnn is not None and not isinstance(cudnn, str):
         raise TypeError(f"cudnn is {cudnn!r}; pass a version as '9.19', or the path of a libcudnn.so.9 as text")
     workers = workers if workers is None else read_positive("workers", workers)
-    targets = [load_target(os.fspath(name)) for name in names]
+    targets = [Target.described(os.fspath(name)) for name in names]
     library = cudnn if cudnn is not None and "/" in cudnn else None
     required = version_number(cudnn) if cudnn is not None and library is None else None
     DiskCache(Path(folder)).check()
@@ -230,20 +231,7 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
     ...         print(str(error).removeprefix(str(path)))
     , line 1 is not a problem: a problem is a JSON object, not []
     """
-    return problem_file.read(path, _check_operations)
-
-
-def _check_operations(problem: Problem) -> None:
-    """Check that the graph has the operations of a problem's functions, which another version may have written."""
-    from .core.score_fn.expression import LEAVES
-    from .core.score_fn.modes import MODES
-
-    for mode, operands, *_ in problem.settings.program.steps if problem.settings.program else ():
-        if mode not in LEAVES and (mode not in MODES or len(operands) != MODES[mode].operands):
-            raise ValueError(
-                f"a function has the operation {mode!r} of {len(operands)} operands, which this version does not have; the "
-                "file may come from another version: write it again"
-            )
+    return problem_file.read(path)
 
 
 def __dir__() -> list[str]:

@@ -172,7 +172,7 @@ ENGINES = [
         ("attention", "float32 without engine", lambda x: attention(*(a.astype("f4") for a in x.qkv)), TypeError,
          "q, k and v are float32", "pass engine='cupy', which", "but slower"),
         ("nnlib.dot_product_attention", "float32 without engine", lambda x: nnlib.dot_product_attention(*[x.q[:, 0].astype("f4")] * 3),
-         TypeError, "which cuDNN does not support", "engine='cupy'"),
+         TypeError, "q, k and v are float32", "compute_dtype='bfloat16'", "engine='cupy'"),
         ("attention", "keys of numpy with engine='cupy'", lambda x: attention(x.q, x.k.get(), x.v, engine="cupy"), TypeError,
          "arrays are mixed: q is a CuPy array, k is a numpy array"),
         ("attention", "lengths beyond the queries with engine='cupy'", lambda x: attention(*x.qkv, seq_lens_q=x.integers(7, 7, 7),

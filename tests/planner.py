@@ -74,11 +74,11 @@ def plan_problem(problem, gpu):
     """In a child: plan a problem as a call would, for a described GPU or its name; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.core.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.core.cudnn_engine.plan import Target
     from cupy_sdpa.core.cudnn_engine.planner import plan_for
-    from cupy_sdpa.offline.remote_planner import load_target
 
     try:
-        plan = plan_for(problem, load_target(gpu) if isinstance(gpu, str) else gpu, DiskCache(None))
+        plan = plan_for(problem, Target.described(gpu) if isinstance(gpu, str) else gpu, DiskCache(None))
     except Unsupported as error:
         return str(error)
     plan.close()
@@ -89,10 +89,9 @@ def plan_graph(graph, gpu: str, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.core.cudnn_engine.engines import engine_search
-    from cupy_sdpa.core.cudnn_engine.plan import Plan
-    from cupy_sdpa.offline.remote_planner import load_target
+    from cupy_sdpa.core.cudnn_engine.plan import Plan, Target
 
-    target = load_target(gpu)
+    target = Target.described(gpu)
     try:
         with engine_search(graph, target) as search:
             plan = Plan(search.first(config), graph, target, 0.0)
@@ -118,10 +117,10 @@ def kernels_of(graph, gpu: str):
     """In a child: the kernels in the serialized plan of a graph for a described GPU, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.core.cudnn_engine.engines import engine_search
-    from cupy_sdpa.offline.remote_planner import load_target
+    from cupy_sdpa.core.cudnn_engine.plan import Target
 
     try:
-        with engine_search(graph, load_target(gpu)) as search:
+        with engine_search(graph, Target.described(gpu)) as search:
             candidate = search.first()
     except Unsupported as error:
         return str(error)
@@ -138,15 +137,15 @@ def descriptors_of(problem, gpu):
     from cupy_sdpa import Unsupported
     from cupy_sdpa.core.cudnn.library import library
     from cupy_sdpa.core.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.core.cudnn_engine.plan import Target
     from cupy_sdpa.core.cudnn_engine.planner import plan_for
-    from cupy_sdpa.offline.remote_planner import load_target
 
     lib, made, gone, alive = library(), [], [], 0
     create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
     lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
     lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
     try:
-        plan = plan_for(problem, load_target(gpu), DiskCache(None))
+        plan = plan_for(problem, Target.described(gpu), DiskCache(None))
         alive = len(made) - len(gone)
         plan.close()
     except Unsupported:

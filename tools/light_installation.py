@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from cupy_sdpa.cli.support_problems import PROBES
-from cupy_sdpa.core.cudnn_engine.plan import knobs_text
-from cupy_sdpa.offline.remote_planner import Planner, load_target
+from cupy_sdpa.core.cudnn_engine.plan import Target, knobs_text
+from cupy_sdpa.offline.remote_planner import Planner
 
 
 def text_of(plan: object) -> str:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--problems", type=int, help="only the first ones; default: all")
     arguments = parser.parse_args()
-    target = load_target(arguments.gpu)
+    target = Target.described(arguments.gpu)
     problems = list(PROBES.items())[: arguments.problems]
     found = []
     for path in (arguments.light, arguments.full):

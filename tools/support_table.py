@@ -21,6 +21,7 @@ import numpy as np
 
 import cupy_sdpa
 from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
+from cupy_sdpa.core.cudnn_engine.plan import Target
 from cupy_sdpa.core.errors import CudnnError
 from cupy_sdpa.core.problem.problem import Problem
 from cupy_sdpa.core.problem.subproblems import subproblems
@@ -30,7 +31,7 @@ from cupy_sdpa.core.support.known_bugs import BUGS, GUARDS, NOT_FIXED, Bug
 from cupy_sdpa.core.support.rules import MINIMUM_CAPABILITY, RULES
 from cupy_sdpa.core.support.why_not import unverified_rules, why_not
 from cupy_sdpa.core.version import MINIMUM_CUDNN, RELEASES, version_text
-from cupy_sdpa.offline.remote_planner import Planner, load_target
+from cupy_sdpa.offline.remote_planner import Planner
 
 # problems: pairs of options, and operations of score functions
 
@@ -198,7 +199,7 @@ def measure(
     pairs = [(title, gpu) for gpu in gpus.REPRESENTATIVES for title in probes]
     findings: dict[int, Finding] = {}
     with Planner(2, cudnn) as planner:
-        jobs = [(subproblem[title], load_target(gpu)) for title, gpu in pairs]
+        jobs = [(subproblem[title], Target.described(gpu)) for title, gpu in pairs]
         for index, plan in planner.plan_all(jobs, None):
             title, gpu = pairs[index]
             rules = tuple(reason.rule for reason in why_not(probes[title], planner.version, gpus.capability_of(gpu)))

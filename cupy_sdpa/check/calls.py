@@ -14,7 +14,6 @@ import numpy as np
 import cupy_sdpa
 
 from .. import layout
-from ..core.problem.arrays import REQUESTED_GRADIENTS
 from .case import GRADIENTS, Case, Outcome
 from .data import build, call_options, dense_shape, dropout_options
 from .drawn_memory import DrawnMemory, fill_nan, memory_of, named_layout
@@ -210,8 +209,9 @@ class CaseRunner:
 
     def gradients_by_name(self, gradients: tuple[Any, ...]) -> dict[str, Any]:
         """Return the results of a backward call by name."""
-        optional = [row.name for row in REQUESTED_GRADIENTS if row.request in self.case.options]
-        optional += ["dscale"] * ("return_dscale" in self.case.options)
+        optional = [
+            name.removeprefix("return_") for name in GRADIENTS if name in self.case.options and name != "return_dtensors"
+        ]
         results = dict(zip(("dq", "dk", "dv", *optional), gradients, strict=False))
         if "return_dtensors" in self.case.options:
             results |= {f"tensors[{name!r}]": array for name, array in gradients[-1].items()}

@@ -107,7 +107,7 @@ def build(case: Case, index: int) -> Data:
     return data
 
 
-def _lengths(rng: np.random.Generator, kind: str, maximum: int, batch: int, excess: int = 0) -> Any:
+def _random_lengths(rng: np.random.Generator, kind: str, maximum: int, batch: int, excess: int = 0) -> Any:
     """Sequence lengths ``(B,)`` of a kind; full lengths exceed the maximum by ``excess``."""
     random = rng.integers(0, maximum + 1, batch)
     random = np.where(rng.random(batch) < 0.2, maximum + excess, random)
@@ -131,8 +131,8 @@ def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
     """Return the lengths of packed queries and keys. In a group both sets of values share them, as nothing follows them."""
     packed, (sq, skv, b) = Packed(*case.options["packed"]), (case.sq, case.skv, case.b)
     rng = np.random.default_rng([case.seed, 0 if "parallel" in case.options else index, _LENGTHS_STREAM])
-    queries = _lengths(rng, packed.kind_q, sq, b, packed.excess)
-    keys = np.minimum(queries, skv) if packed.kind_kv == "same" else _lengths(rng, packed.kind_kv, skv, b, packed.excess)
+    queries = _random_lengths(rng, packed.kind_q, sq, b, packed.excess)
+    keys = np.minimum(queries, skv) if packed.kind_kv == "same" else _random_lengths(rng, packed.kind_kv, skv, b, packed.excess)
     return queries, keys
 
 
@@ -151,7 +151,7 @@ def _add_lengths(data: Data, index: int) -> None:
             data.arrays[f"cu_seqlens_{name}"] = starts[side]
             lengths[side] = np.minimum(own, maximum)
         elif kind is not None:
-            own = _lengths(rng, kind, maximum, case.b)
+            own = _random_lengths(rng, kind, maximum, case.b)
             lengths[side] = np.maximum(own, np.int32(case.shared_keys)) if side and "shared_prefix" in case.options else own
             if not (side and case.cache):
                 data.arrays[f"seq_lens_{name}"] = lengths[side]

@@ -21,7 +21,7 @@ FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache", "weigh
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090", "a10")
 
 
-def _lengths(sampler: Sampler) -> Any:
+def _draw_lengths(sampler: Sampler) -> Any:
     return sampler.pick("random", "random", "random", "some_zero", "some_zero", "zero", "full", "one")
 
 
@@ -44,7 +44,7 @@ def _paged(sampler: Sampler) -> Any:
     split = can_split and not (rows == 1 and names & {"causal", "window"})
     num_splits = sampler.pick(0, 1, 2, 3, 7, 40) if split else 0
     order, rest = sampler.pick("pages", "heads"), sampler.pick("large", "negative", "unowned", "mixed")
-    return tuple(Paged(page, order, _lengths(sampler), num_splits, rest, sampler.chance(0.3), sampler.chance(0.3)))
+    return tuple(Paged(page, order, _draw_lengths(sampler), num_splits, rest, sampler.chance(0.3), sampler.chance(0.3)))
 
 
 def _cache(sampler: Sampler) -> Any:
@@ -54,7 +54,7 @@ def _cache(sampler: Sampler) -> Any:
     for name in ("d", "dv", "hkv", "hq"):
         sizes[name] = max(sizes[name], 1)
     event = sampler.pick("", "truncate", "release", "fork", "beams")
-    lengths, steps, packed = _lengths(sampler), sampler.pick(1, 2, 3, 5), sampler.chance(0.5)
+    lengths, steps, packed = _draw_lengths(sampler), sampler.pick(1, 2, 3, 5), sampler.chance(0.5)
     rope = sampler.pick("", "half", "interleaved") if sizes["d"] > 1 else ""
     rope_dim = 2 * (1 + sampler.integer(min(sizes["d"], 256) // 2 - 1)) if rope else 0
     return tuple(Cache(page, lengths, steps, event, packed, rope, rope_dim))
@@ -74,22 +74,22 @@ def _stats(sampler: Sampler) -> Any:
     return sampler.pick(True, "max_sumexp")
 
 
-def _packed(sampler: Sampler) -> Any:
+def _draw_packed(sampler: Sampler) -> Any:
     same = sampler.sizes["sq"] == sampler.sizes["skv"] and sampler.chance(0.5)
-    kind_q = _lengths(sampler)
+    kind_q = _draw_lengths(sampler)
     of_group = "parallel" in sampler.names  # a group has no gaps between sequences
     excess = sampler.pick(0, 0, 0, 3) if sampler.engine == "gpu" and not of_group else 0
     before, after = (0, 0) if of_group else sampler.pick((0, 0), (0, 0), (0, 5), (7, 0), (16, 100))
-    kind_kv = "same" if same else _lengths(sampler)
+    kind_kv = "same" if same else _draw_lengths(sampler)
     return tuple(Packed(kind_q, kind_kv, before, after, excess, sampler.pick("int32", "int64")))
 
 
-def _dropout(sampler: Sampler) -> Any:
+def _draw_dropout(sampler: Sampler) -> Any:
     source = sampler.pick("seed", "array", *(["mask"] if sampler.engine == "cpu" else []))
     return tuple(Dropout(sampler.pick(0.1, 0.3, 0.5, 0.9), source, sampler.integer(2**31), sampler.pick(0, 0, 4, 1000)))
 
 
-def _rows(*names: str) -> dict[str, Callable[[Sampler], Any]]:
+def _draws_of_rows(*names: str) -> dict[str, Callable[[Sampler], Any]]:
     return {name: ROWS[name].draw for name in names}
 
 
@@ -98,13 +98,13 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "scale": lambda sampler: sampler.pick(*(() if "fp8" in sampler.names else (0.0, -0.1, -0.3)), 0.05, 0.3, 1.0),
     "causal": lambda s: "bottom_right" if "shared_prefix" in s.names else s.pick("top_left", "bottom_right"),
     "window": Sampler.window,
-    **_rows("mask", "bias"),
-    "seq_lens_q": _lengths,
-    "seq_lens_kv": _lengths,
+    **_draws_of_rows("mask", "bias"),
+    "seq_lens_q": _draw_lengths,
+    "seq_lens_kv": _draw_lengths,
     "paged": _paged,
-    "packed": _packed,
-    **_rows("alibi_slopes", "softcap", "sinks"),
-    "dropout": _dropout,
+    "packed": _draw_packed,
+    **_draws_of_rows("alibi_slopes", "softcap", "sinks"),
+    "dropout": _draw_dropout,
     "score_mod": lambda sampler: sampler.function("score_mod"),
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
     "tree": lambda sampler: sampler.pick("parents", "device", "mask", "one"),
@@ -129,7 +129,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
     "offset": lambda sampler: sampler.pick(1e5, -3e6),
-    **_rows(*ROWS),
+    **_draws_of_rows(*ROWS),
 }
 #: Every pair of options that can be combined.
 PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(with_required({*pair})))

@@ -11,14 +11,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.problem.arrays import REQUESTED_GRADIENTS
-from ..core.problem.tensor_spec import dense_strides
-from ..core.score_fn.expression import Writer
-from ..extend import numpy_dtype
-from ..extend.arrays import Problem, TensorSpec
-from ..extend.functions import Expression
-from ..offline.problem_file import encoded
-from .case import SIZES, Case, Dropout, Packed, Paged
+from .. import Problem
+from ..extend.planning import as_data
+from .case import GRADIENTS, SIZES, Case, Dropout, Packed, Paged
 from .sampler import Limits, within
 from .weight_options import ROWS
 
@@ -66,35 +61,36 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
     if band := settings.band:
         corner = "bottom_right" if band.bottom_right else "top_left"
         yield ("causal", corner) if (band.left, band.right) == (None, 0) else ("window", (band.left, band.right, corner))
-    yield from _arrays(problem)
-    yield from _lengths(problem)
+    yield from _array_options(problem)
+    yield from _length_options(problem)
     if settings.dropout:
         source = "mask" if problem.dropout_mask else "array"
         yield "dropout", tuple(Dropout(settings.dropout, source, 1, 0))
-    if program := settings.program:
-        if program.score is not None:
-            yield "score_mod", _function(problem, program, program.score)
-        if program.mask is not None:
-            yield "mask_mod", _function(problem, program, program.mask)
+    if expression := settings.expression:
+        if expression.score is not None:
+            yield "score_mod", _function(problem, expression.steps_of(expression.score))
+        if expression.mask is not None:
+            yield "mask_mod", _function(problem, expression.steps_of(expression.mask))
     if problem.max:
         yield "stats", "max_sumexp"
     elif problem.stats and not problem.backward:
         yield "stats", True
 
 
-def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
+def _array_options(problem: Problem) -> Iterator[tuple[str, Any]]:
     """Yield the options that are arrays, and their gradients."""
     for name, row in ROWS.items():
         if (value := row.saved(problem)) is not None:
             yield name, value
-    for gradient in REQUESTED_GRADIENTS:
-        if getattr(problem, gradient.name):
-            yield gradient.request, True
+    written = {spec.name for spec in problem.results}
+    for request in GRADIENTS:
+        if request.removeprefix("return_") in written:
+            yield request, True
     if problem.dcaptured:
         yield "return_dtensors", True
 
 
-def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
+def _length_options(problem: Problem) -> Iterator[tuple[str, Any]]:
     """Yield the options of batch items with different lengths."""
     if problem.paged:
         page, heads = problem.k.shape[2], problem.k.shape[1]
@@ -110,11 +106,8 @@ def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
         yield "seq_lens_kv", "random"
 
 
-def _function(problem: Problem, program: Expression, root: int) -> tuple[str, str]:
+def _function(problem: Problem, steps: tuple[Any, ...]) -> tuple[str, str]:
     """Return a function as the text of its program, and the dtype of the arrays that it reads."""
-    needed = Writer(program.steps).reachable(root)
-    numbers = {old: new for new, old in enumerate(needed)}
-    steps = [program.steps[old]._replace(args=tuple(numbers[arg] for arg in program.steps[old].args)) for old in needed]
     read = {step.name: step.kind for step in steps if step.mode == "captured"}
     specs = {spec.name: spec for spec in problem.captured if spec.name in read}
     # a GPU gets conditions as numbers
@@ -125,27 +118,24 @@ def _function(problem: Problem, program: Expression, root: int) -> tuple[str, st
         name: "".join(letter for letter, n in zip("kqhb", spec.shape, strict=True) if n > 1)[::-1] or "1"
         for name, spec in specs.items()
     }
-    return json.dumps({"arrays": axes, "steps": encoded(tuple(steps))}), next(iter(dtypes), "")
+    return json.dumps({"arrays": axes, "steps": as_data(steps)}), next(iter(dtypes), "")
 
 
 def _layouts(problem: Problem) -> dict[str, str]:
     """Return the layouts of q, k, v and dout that are not dense."""
     specs = [problem.q, *([] if problem.paged else [problem.k, problem.v]), *([problem.dout] if problem.dout else [])]
-    return {spec.name: layout for spec in specs if (layout := layout_of(spec)) is not None}
+    return {spec.name: _layout(spec.shape, spec.strides) for spec in specs if not spec.dense}
 
 
-def layout_of(spec: TensorSpec) -> str | None:
-    """Return the order of the axes in memory, fastest first, with ``+`` at every axis that is a slice; None if dense.
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    """Return the order of the axes in memory, fastest first, with ``+`` at every axis that is a slice.
 
-    >>> layout_of(TensorSpec("q", "float16", (8, 2, 5, 1), (2, 80, 16, 160), 16))
+    >>> _layout((8, 2, 5, 1), (2, 80, 16, 160))
     'dshb'
-    >>> layout_of(TensorSpec("q", "float16", (8, 2, 5, 1), (2, 16, 96, 480), 16))
+    >>> _layout((8, 2, 5, 1), (2, 16, 96, 480))
     'dhsb+h'
     """
-    shape, strides, letters = spec.shape, spec.strides, "dhsb"[: len(spec.shape)]
-    dense = dense_strides(shape, numpy_dtype(spec.dtype).itemsize)
-    if all(a == b or n == 1 for a, b, n in zip(strides, dense, shape, strict=True)):
-        return None
+    letters = "dhsb"[: len(shape)]
     order = sorted(range(len(shape)), key=lambda axis: (abs(strides[axis]), axis) if shape[axis] > 1 else (1 << 62, axis))
     text, slices = "".join(letters[axis] for axis in order), ""
     for inner, outer in itertools.pairwise(order):

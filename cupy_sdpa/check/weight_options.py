@@ -79,7 +79,7 @@ def _draw_bias(sampler: Any) -> Any:
     return axes, dtype, sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows", "low", "low_rows")
 
 
-def _mask(case: Any, rng: np.random.Generator, value: Any) -> Any:
+def _mask_array(case: Any, rng: np.random.Generator, value: Any) -> Any:
     """Return the option ``mask``."""
     axes, kind = value
     shape = score_shape(case, axes)
@@ -92,7 +92,7 @@ def _mask(case: Any, rng: np.random.Generator, value: Any) -> Any:
     return np.asfortranarray(mask)
 
 
-def _bias(case: Any, rng: np.random.Generator, value: Any) -> Any:
+def _bias_array(case: Any, rng: np.random.Generator, value: Any) -> Any:
     """Return the option ``bias``."""
     axes, dtype, kind = value
     shape = score_shape(case, axes)
@@ -135,11 +135,11 @@ def _of_slopes(inputs: Any, value: Any, work: np.dtype[Any]) -> dict[str, Any]:
 #: The rows by the names of the options.
 ROWS = {
     "mask": Row(
-        lambda s: (s.axes(), s.pick("random", "random", "rows", "keys", "none", "all")), ("kq11", "random"), _mask,
+        lambda s: (s.axes(), s.pick("random", "random", "rows", "keys", "none", "all")), ("kq11", "random"), _mask_array,
         lambda p: p.mask and (axes_of(p, p.mask), "random"),
     ),
     "bias": Row(
-        _draw_bias, ("kqh1", "float32", "normal"), _bias,
+        _draw_bias, ("kqh1", "float32", "normal"), _bias_array,
         lambda p: p.bias and (axes_of(p, p.bias), p.bias.dtype, "normal"), _of_bias, lambda inputs: 1.0,
     ),
     "alibi_slopes": Row(

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import CudnnError, __version__
-from ..core.version import version_text
 from ..extend import cupy_runtime
-from ..extend.cudnn import library
+from ..extend.cudnn import installed
 from . import machine
 from .console import CommandError, StatusLine, brief, command_errors, counted, one_line, output_file, positive, print_labeled
 
@@ -131,7 +130,7 @@ def command(arguments: argparse.Namespace) -> int:
     with _Progress(limits) as progress:
         drawn = cases(seed, engines, arguments.lengths) if given is None else iter(given)
         summary = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
-    _print(summary)
+    _print_summary(summary)
     report(summary, final=not summary.interrupted)
     if arguments.json is not None:
         print_labeled("report", str(arguments.json))
@@ -245,7 +244,7 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
         if engine == "gpu":
             if reasons:
                 raise CommandError(f"--engine gpu cannot run here: {one_line('; '.join(reasons))}")
-            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
+            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {installed().version}")
         elif engine == "cpu":
             print_labeled("tests", f"the CPU engine, numpy {np.__version__}")
         elif engine == "cupy":
@@ -253,11 +252,10 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
                 raise CommandError(f"--engine cupy cannot run here: {one_line('; '.join(missing))}")
             print_labeled("tests", f"engine='cupy' on {'; '.join(machine.gpus())}")
         else:
-            version = _planner()
-            if isinstance(version, str):
-                print_labeled("untested", f"planning: {version}")
+            if reason := _planning_obstacle():
+                print_labeled("untested", f"planning: {reason}")
                 continue
-            print_labeled("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
+            print_labeled("tests", f"planning for described GPUs, cuDNN {installed().version}")
         engines.append(engine)
     if not engines:
         raise CommandError("no engine can be tested here")
@@ -273,13 +271,13 @@ def _jobs(engines: Sequence[str]) -> int:
     return max(1, min(8, cores, int(memory) >> 31))
 
 
-def _planner() -> int | str:
-    """Return the version of the cuDNN that plans, or the reason why planning is not possible."""
+def _planning_obstacle() -> str:
+    """Return why planning is not possible; empty if it is."""
     from ..offline.remote_planner import Planner
 
     try:
-        with Planner() as planner:
-            return planner.version
+        with Planner():
+            return ""
     except CudnnError as error:
         return one_line(brief(error))
 
@@ -288,7 +286,7 @@ def versions() -> dict[str, Any]:
     """Return the versions in the report."""
     cupy = machine.imported("cupy")
     try:
-        cudnn = version_text(library().version)
+        cudnn = installed().version
     except CudnnError:
         cudnn = "not found"
     gpus = machine.gpus() if isinstance(cupy, ModuleType) and machine.no_gpu() is None else []
@@ -325,7 +323,7 @@ class _Progress(StatusLine):
             print(text, file=sys.stderr, flush=True)
 
 
-def _print(summary: Summary) -> None:
+def _print_summary(summary: Summary) -> None:
     """Print the table, the findings and the totals."""
     print()
     for line in summary.table():

@@ -14,13 +14,9 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from .. import CudnnError
-from ..core.version import version_text
-
-if TYPE_CHECKING:
-    from ..extend.cudnn import PlanInfo
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10
@@ -118,15 +114,6 @@ def result(**facts: Any) -> bool:
         return False
     found |= facts
     return True
-
-
-def plan_facts(plan: PlanInfo) -> dict[str, Any]:
-    """Return the properties of a plan, for :func:`result`."""
-    return {
-        "cudnn": version_text(plan.cudnn), "engine": plan.engine, "knobs": [list(knob) for knob in plan.knobs],
-        "notes": list(plan.notes), "workspace_bytes": plan.workspace, "build_ms": plan.build_ms, "loaded": plan.loaded,
-        "bytes": plan.size, "refused": list(plan.refused),
-    }  # fmt: skip
 
 
 def print_labeled(label: str, text: str) -> None:

@@ -18,11 +18,9 @@ import numpy as np
 from .. import __version__, reference
 from ..attention_functions import attention
 from ..core.errors import pip_install
-from ..core.version import version_text
 from ..explanation import explain
 from ..extend import cupy_runtime, numpy_dtype
 from ..extend.arrays import FLOAT_DTYPES
-from ..extend.cudnn import library
 from . import machine
 from .console import CommandError, command_errors, milliseconds, one_line, output_file, positive, print_labeled, working
 
@@ -126,7 +124,8 @@ def _on_engine(requested: str, arrays: Any, options: dict[str, Any]) -> tuple[An
         if requested == "cupy":
             return moved, f"CuPy ({gpu}, without cuDNN)", f"none: {str(report).splitlines()[0].removeprefix('runs with ')}"
         if report:
-            return moved, f"cuDNN ({gpu}, cuDNN {version_text(library().version)})", str(report.plan).splitlines()[0]
+            first = str(report.plan).splitlines()[0]  # it begins with the version
+            return moved, f"cuDNN ({gpu}, {first.partition(', ')[0]})", first
         reasons = [one_line("cuDNN cannot run this:\n" + "\n".join(report.reasons))]
     if requested in ("cudnn", "cupy"):
         raise CommandError(f"--engine {requested} cannot run here: {'; '.join(reasons)}")

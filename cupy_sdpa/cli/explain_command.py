@@ -8,11 +8,10 @@ from typing import Any
 
 from .. import CudnnError, Problem, Report
 from .. import explain as explained
-from ..core.support import gpus
-from ..core.version import RELEASES, version_text
 from ..extend import cupy_runtime
+from ..extend.cudnn import SupportTable
 from . import problem_options
-from .console import CommandError, add_json, command_errors, one_line, plan_facts, print_wrapped, result, working
+from .console import CommandError, add_json, command_errors, one_line, print_wrapped, result, working
 
 #: The shape comes first: after --causal it would be parsed as its value.
 USAGE = "%(prog)s D,Hq,Sq,B [options]"
@@ -34,12 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("queries", type=problem_options.shape, metavar="D,Hq,Sq,B", help="the shape of q")
     problem_options.add_options(parser)
     parser.add_argument("--backward", action="store_true", help="the backward pass")
-    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(gpus.NAMES)}, or a file (default: the current GPU)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(SupportTable.GPUS)}, or a file (default: the current GPU)")
     parser.add_argument(
         "--cudnn",
         metavar="VERSION",
         help="with --gpu: the cuDNN version (default: the installed one; without cuDNN "
-        f"{version_text(RELEASES[-1])} of the support table, and the report says so)",
+        f"{SupportTable().version} of the support table, and the report says so)",
     )
     parser.add_argument("--steps", action="store_true", help="also print the steps of the graph")
     add_json(parser)
@@ -67,11 +66,11 @@ def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     except CudnnError as error:
         if gpu is None or cudnn is not None:
             raise
-        from ..offline.remote_planner import load_target
+        from ..extend.cudnn import Target
 
-        version, cause = version_text(RELEASES[-1]), one_line(error.summary)
+        version, cause = SupportTable().version, one_line(error.summary)
         report = explained(problem, gpu=gpu, cudnn=version)
-        note = f"{load_target(gpu).model}; cuDNN {version}; from the support table alone, not planned: {cause}"
+        note = f"{Target.described(gpu).model}; cuDNN {version}; from the support table alone, not planned: {cause}"
         return dataclasses.replace(report, note=f"{note} (--cudnn VERSION selects another version)")
 
 
@@ -98,7 +97,7 @@ def as_json(report: Report) -> dict[str, Any]:
             }
             for node in report.graph.nodes
         ],
-        "plan": None if report.plan is None else plan_facts(report.plan),
+        "plan": None if report.plan is None else report.plan.as_data(),
         "workspace_bytes": report.workspace,
         "workarounds": list(report.workarounds),
         "unverified": list(report.unverified),

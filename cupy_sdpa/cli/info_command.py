@@ -11,10 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import CudnnError, __version__, store
-from ..core.cudnn.deviceless import read_description
-from ..core.cudnn.nvrtc import nvrtc
-from ..core.version import version_text
-from ..extend.cudnn import library
+from ..extend.cudnn import installed, read_description
 from . import machine
 from .console import CommandError, add_json, one_line, result, working
 
@@ -49,7 +46,7 @@ def command(arguments: argparse.Namespace) -> int:
     with working("looking for libraries"):
         facts = _facts()
     if not result(**facts):
-        _print(facts)
+        _print_facts(facts)
     return 0
 
 
@@ -81,19 +78,19 @@ def _facts() -> dict[str, Any]:
 def _cudnn() -> dict[str, Any]:
     """Return the libraries of cuDNN."""
     try:
-        cudnn = library()
+        cudnn = installed()
     except CudnnError as error:
         return {"cudnn": {"name": "cuDNN", "version": None, "reason": one_line(str(error))}, "nvrtc": None}
     return {
         "cudnn": {
-            "name": "cuDNN", "version": version_text(cudnn.version), "path": str(cudnn.path),
-            "cuda": machine.cuda_text(cudnn.cudart_version), "found_by": cudnn.found_via,
+            "name": "cuDNN", "version": cudnn.version, "path": cudnn.path,
+            "cuda": machine.cuda_text(cudnn.cuda), "found_by": cudnn.found_by,
         },
-        "nvrtc": {"name": "NVRTC", "version": nvrtc().version, "path": nvrtc().path and str(nvrtc().path)},
+        "nvrtc": {"name": "NVRTC", "version": cudnn.nvrtc.version, "path": cudnn.nvrtc.path},
     }  # fmt: skip
 
 
-def _print(facts: Mapping[str, Any]) -> None:
+def _print_facts(facts: Mapping[str, Any]) -> None:
     """Print the facts as aligned lines."""
     for found in (*facts["packages"], facts["cudnn"]):
         cuda = f" (for CUDA {found['cuda']})" if "cuda" in found else ""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 from pathlib import Path
 from types import ModuleType
 
-from .. import CudnnError
-from ..core.errors import INSTALL_FOR_GPU, pip_install
-from ..core.support.rules import MINIMUM_CAPABILITY
-from ..core.version import MINIMUM_CUDNN, version_text
+from ..core.errors import pip_install
 from ..extend import cupy_runtime
-from ..extend.cudnn import OVERRIDE, library
+from ..extend.cudnn import cudnn_obstacles
 from .console import one_line
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,
@@ -53,7 +49,7 @@ def pip() -> str:
     elif version and version != "unknown":
         extra = "cuda13" if int(version.split(".")[0]) >= _DRIVER_OF_CUDA13 else "cuda12"
     else:
-        return INSTALL_FOR_GPU
+        return pip_install("cuda12", "cuda13")
     return pip_install(extra)
 
 
@@ -98,21 +94,11 @@ def _missing(title: str, name: str) -> list[str]:
 
 def obstacles() -> list[str]:
     """Return why the cuDNN engine cannot run here, the most important reason first; empty if it can run."""
-    reason, cupy = no_gpu(), imported("cupy")
-    reasons = [*obstacles_of_cupy(), *_missing("cuda-python", "cuda.bindings.driver")]
-    try:
-        version = library().version
-    except CudnnError as error:
-        remedy = one_line(error.summary) if OVERRIDE in os.environ else pip()
-        reasons.append(f"cuDNN is not found: {remedy}")
-    else:
-        if version < MINIMUM_CUDNN:
-            reasons.append(f"cuDNN is {version_text(version)}, {version_text(MINIMUM_CUDNN)} or newer is required: {pip()}")
-    if not reason and isinstance(cupy, ModuleType):
+    cupy, capability = imported("cupy"), None
+    if not no_gpu() and isinstance(cupy, ModuleType):
         capability = cupy_runtime.capability(cupy.cuda.runtime.getDevice())
-        if capability < MINIMUM_CAPABILITY:
-            reasons.append(f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} or newer is required")
-    return reasons
+    reasons = [*obstacles_of_cupy(), *_missing("cuda-python", "cuda.bindings.driver")]
+    return reasons + [one_line(reason) for reason in cudnn_obstacles(capability, pip())]
 
 
 def cuda_text(version: int) -> str:

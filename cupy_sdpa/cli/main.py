@@ -6,11 +6,11 @@ import argparse
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from ..core._interrupt import restore
 from .console import CommandError, Help, one_line, output_of
 
 #: The commands and their purposes. Each is a module of this folder such as ``demo_command``, with the texts of its help,
@@ -59,7 +59,8 @@ def exit_status(command: Callable[[], int], program: str) -> int:
     The status is the command's own: 0 for success, 1 for a negative result (a wrong result, a problem that cannot run); 2 if it
     failed, 130 if it was interrupted, 141 if its output was closed.
     """
-    restore()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while the package was imported: core/_interrupt.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that cannot print the characters of formulas

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import Problem
-from ..core.support import gpus
+from ..extend.cudnn import SupportTable
 from . import console, problem_options
-from .console import CommandError, Progress, add_json, command_errors, plan_facts, positive, print_labeled, result, working
+from .console import CommandError, Progress, add_json, command_errors, positive, print_labeled, result, working
 
 if TYPE_CHECKING:
     from .. import store
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, instead of shapes")
     parser.add_argument(
         "--gpu", action="append", required=True, metavar="NAME",
-        help=f"{', '.join(gpus.NAMES)}, or a file written by info --describe; repeat it for several GPUs",
+        help=f"{', '.join(SupportTable.GPUS)}, or a file written by info --describe; repeat it for several GPUs",
     )  # fmt: skip
     parser.add_argument("--cudnn", metavar="VERSION", help="the cuDNN version, or the path of a libcudnn.so.9")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the folder for the plans")
@@ -71,7 +71,7 @@ def command(arguments: argparse.Namespace) -> int:
         problems=[
             {
                 "problem": str(entry.problem), "gpu": entry.gpu, "reason": entry.reason,
-                "plan": None if entry.plan is None else plan_facts(entry.plan),
+                "plan": None if entry.plan is None else entry.plan.as_data(),
             }
             for entry in built
         ],

@@ -14,11 +14,5 @@ def is_starting() -> bool:
     return sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def restore() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, which the commands handle."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 if is_starting():
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -19,9 +19,9 @@ messages   Unsupported, in_words, with_title
 
 from ..core._html import with_title
 from ..core._typing import Array, ArrayT
-from ..core.boundary.argument import arrays_on_gpu, as_int32, check_arrays, read_array
 from ..core.boundary.axes import Axes
 from ..core.boundary.options import takes_options
+from ..core.boundary.read_array import arrays_on_gpu, as_int32, check_arrays, read_array
 from ..core.errors import Unsupported, in_words
 from ..core.kernels.merge import Parts, merge_parts
 from ..core.options.values import is_one_of, read_count, read_flag, read_positive

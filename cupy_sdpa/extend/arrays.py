@@ -2,8 +2,8 @@
 
 ========= ====================================================================================================================
 names     KEY_ARRAYS, REQUESTS
-dtypes    ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, rounded
-problems  Problem, TensorSpec, NoArray
+dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
+problems  Problem, NoArray
 checks    expected_arrays, check_strides_of
 layouts   Layout, Conversion, has_own_axes, takes_default
 libraries Library, is_on_gpu
@@ -11,19 +11,18 @@ libraries Library, is_on_gpu
 """
 
 from ..core._typing import Layout
-from ..core.boundary.argument import NoArray
 from ..core.boundary.conversion import Conversion
 from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..core.boundary.libraries import Library, is_on_gpu
+from ..core.boundary.read_array import NoArray
 from ..core.problem.arrays import KEY_ARRAYS, REQUESTS
 from ..core.problem.problem import Problem
-from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, ITEMSIZE, TensorSpec, rounded
+from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, rounded
 from ..core.problem.validation import expected_arrays
 
 __all__ = [
     "FLOAT_DTYPES",
     "FP8_LARGEST",
-    "ITEMSIZE",
     "KEY_ARRAYS",
     "REQUESTS",
     "Conversion",
@@ -31,7 +30,6 @@ __all__ = [
     "Library",
     "NoArray",
     "Problem",
-    "TensorSpec",
     "check_strides_of",
     "expected_arrays",
     "has_own_axes",

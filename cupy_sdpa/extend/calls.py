@@ -3,13 +3,12 @@
 ========== ===================================================================================================================
 calls      Operands, ReadCall, read, run, run_cached, read_forward, read_backward, BoundProblem, GivenStats
 programs   Program, BoundPrograms, keep_recent
-passes     passes, decided_options, register_option
+passes     passes, decided_options
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.arguments import read_backward, read_forward
 from ..core.boundary.call import BoundProblem, GivenStats
-from ..core.hooks import register_option
 from ..core.programs import passes
 from ..core.programs.calls import read, run
 from ..core.programs.decided_options import decided_options
@@ -30,7 +29,6 @@ __all__ = [
     "read",
     "read_backward",
     "read_forward",
-    "register_option",
     "run",
     "run_cached",
 ]

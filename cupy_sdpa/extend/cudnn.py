@@ -1,32 +1,28 @@
-"""cuDNN: load it, and plan for a described GPU. Importing this module loads the binding, not the library.
+"""cuDNN: what is installed, what it supports, and plans for described GPUs. Importing this module does not load the library.
 
 ========== ===================================================================================================================
-GPUs       capability_of, describe, model_of
-library    OVERRIDE, library, load_driver_or_stub, CudnnError
-plans      PlanInfo, Target, plan_for, DiskCache, NotStored
+here       installed, cudnn_obstacles, read_description, OVERRIDE, CudnnError
+plans      SupportTable, Target, plan_described, planning_version, PlanInfo
 ========== ===================================================================================================================
 """
 
-from ..core.cudnn.deviceless import load_driver_or_stub
-from ..core.cudnn.library import OVERRIDE, library
-from ..core.cudnn_engine.disk_cache import DiskCache, NotStored
+from ..core.cudnn.deviceless import read_description
+from ..core.cudnn.library import OVERRIDE
+from ..core.cudnn_engine.described import plan_described, planning_version
 from ..core.cudnn_engine.plan import PlanInfo, Target
-from ..core.cudnn_engine.planner import plan_for
 from ..core.errors import CudnnError
-from ..core.runtime.cupy_runtime import model_of
-from ..core.support.gpus import capability_of, describe
+from ..core.support.installed import cudnn_obstacles, installed
+from ..core.support.table import SupportTable
 
 __all__ = [
     "OVERRIDE",
     "CudnnError",
-    "DiskCache",
-    "NotStored",
     "PlanInfo",
+    "SupportTable",
     "Target",
-    "capability_of",
-    "describe",
-    "library",
-    "load_driver_or_stub",
-    "model_of",
-    "plan_for",
+    "cudnn_obstacles",
+    "installed",
+    "plan_described",
+    "planning_version",
+    "read_description",
 ]

@@ -1,14 +1,13 @@
 """Score and mask functions: trace, record and move them.
 
 ========== ===================================================================================================================
-trace      check_function, record, trace, FUNCTIONS, function_identities, trace_functions, AXES, Expression, Step, Sides,
-           NO_BRANCHES
+trace      check_function, record, trace, FUNCTIONS, function_identities, trace_functions, AXES, Sides, NO_BRANCHES
 move       Recorded, Access, relocated
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.user_functions import FUNCTIONS, function_identities, trace_functions
-from ..core.score_fn.expression import AXES, Expression, Step
+from ..core.score_fn.expression import AXES
 from ..core.score_fn.mask_analysis import Sides
 from ..core.score_fn.proxy import NO_BRANCHES
 from ..core.score_fn.recorded import Access, Recorded, relocated
@@ -19,10 +18,8 @@ __all__ = [
     "FUNCTIONS",
     "NO_BRANCHES",
     "Access",
-    "Expression",
     "Recorded",
     "Sides",
-    "Step",
     "check_function",
     "function_identities",
     "record",

@@ -6,12 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from ..attention_functions import attention, attention_backward
 from ..extend import CallKey, call_of, cupy_runtime, read_flag
 from ..extend.calls import run, run_cached
-from ..extend.planning import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .masks import Mask
 from .nnlib_arrays import check_array, fold, to_four_axes, unfold
@@ -172,7 +169,7 @@ def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: An
     if backward:
         views["dout"] = views["dout"].astype(views["out"].dtype, copy=False)
     options = _mask_options(views["q"], views["k"], bias, mask)
-    options |= _compute_options(given["compute_dtype"], given["engine"], views["q"])
+    options |= _compute_options(given["compute_dtype"], given["engine"])
     back = functools.partial(_in_axes_of_caller, batch=batch, bias=bias, vectors=3 if backward else 1)
     return run(call_of(function, **views, **options, **flags), key, back=back)
 
@@ -189,7 +186,7 @@ def _vjp_in(
     """:func:`dot_product_attention_vjp` in another dtype, whose pullback keeps the converted arrays."""
     batch = _batch_of(*arrays.values())
     q, k, v = (fold(x, nheads) for x in arrays.values())
-    options = _mask_options(q, k, bias, mask) | _compute_options(dtype, engine, q)
+    options = _mask_options(q, k, bias, mask) | _compute_options(dtype, engine)
     out, vjp = attention_vjp(q, k, v, **options, return_dbias=bias is not None)
     y = unfold(out, batch)
 
@@ -236,13 +233,8 @@ def _check_gradient(dy: Any, y: Any) -> None:
         raise ValueError(f"dy is {dy.shape}; it must be {y.shape}, the shape of y")
 
 
-def _compute_options(dtype: Any, engine: Any, q: Any) -> dict[str, Any]:
+def _compute_options(dtype: Any, engine: Any) -> dict[str, Any]:
     """Return the layout, the dtype to compute in, and the engine, as options; none if it is q's dtype, and the engine of q."""
-    if dtype is None and engine in (None, "cudnn") and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
-        raise TypeError(
-            f"q is {q.dtype}, which cuDNN does not support: pass compute_dtype='bfloat16', convert with .astype(...), or "
-            f"{WITHOUT_CUDNN}"
-        )
     given = {"compute_dtype": dtype, "engine": engine}
     return {"layout": "dhsb", **{name: value for name, value in given.items() if value is not None}}
 

@@ -7,33 +7,16 @@ exception that the parent raises.
 
 from __future__ import annotations
 
-import functools
 import traceback
 from typing import Any
 
-from ..extend import Unsupported
-from ..extend.cudnn import CudnnError, DiskCache, NotStored, library, load_driver_or_stub, plan_for
+from ..extend.cudnn import CudnnError, plan_described, planning_version
 from ._workers import serve
-
-
-@functools.cache
-def _load_cudnn() -> int:
-    """Provide a driver library to cuDNN, load cuDNN and return its version."""
-    load_driver_or_stub()
-    return library().version
 
 
 def _handle(request: Any) -> Any:
     try:
-        version = _load_cudnn()
-        if request is None:
-            return version
-        problem, target, folder = request
-        plan = plan_for(problem, target, DiskCache(folder, required=True) if folder else None)
-        plan.close()
-        return plan.info
-    except (Unsupported, NotStored) as error:
-        return str(error)
+        return planning_version() if request is None else plan_described(*request)
     except CudnnError as error:
         return error
     except Exception:  # the process continues; the parent must not report a crash of cuDNN

@@ -8,7 +8,6 @@ process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
@@ -18,21 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..extend.arrays import Problem
-from ..extend.cudnn import OVERRIDE, CudnnError, PlanInfo, Target, capability_of, describe, model_of
+from ..extend.cudnn import OVERRIDE, CudnnError, PlanInfo, Target
 from . import _workers
 
 _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
-
-
-def load_target(gpu: str) -> Target:
-    """Return the GPU of a description as a target: its name, such as ``"h200"``, or the path of a file (``info --describe``).
-
-    Raises:
-        ValueError: there is no such description.
-    """
-    text = describe(gpu)
-    properties, number = json.loads(text), capability_of(gpu)
-    return Target(model_of(properties["deviceName"], number, properties["multiProcessorCount"]), number, description=text)
 
 
 class Planner(_workers.Pool):

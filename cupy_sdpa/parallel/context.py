@@ -12,7 +12,6 @@ from ..extend.arrays import REQUESTS, check_strides_of, has_own_axes, takes_defa
 from ..extend.calls import BoundPrograms, ReadCall, read, run, run_cached
 from ..extend.kernels import copy_by_rows
 from ..extend.options import kept_options
-from ..extend.planning import OF_FORWARD
 from .agreement import Agreement, Parser, agreed_options
 from .channel import Channel
 from .configuration import Request
@@ -299,8 +298,9 @@ class ContextParallel:
         """
         arrays = {"q": q, "k": k, "v": v}
         forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv))
-        backward = self._call({**arrays, **dict.fromkeys(OF_FORWARD)}, options, Request(True, method, seqlen_q, seqlen_kv))
-        calls = read(forward), read(backward, missing=OF_FORWARD)
+        missing = ("dout", "out", "stats")
+        backward = self._call({**arrays, **dict.fromkeys(missing)}, options, Request(True, method, seqlen_q, seqlen_kv))
+        calls = read(forward), read(backward, missing=missing)
         member = cast("Parser", forward.parse).member
         assert member
         return report(member.config, member.choice, *calls)

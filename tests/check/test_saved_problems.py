@@ -80,7 +80,7 @@ def test_only_what_is_not_the_default_is_written(path):
         "name": "q", "dtype": "float16", "shape": [64, 8, 100, 2], "strides": [2, 128, 1024, 102400], "alignment": 16,
     }  # fmt: skip
     settings = line["settings"]
-    assert settings.pop("program")["steps"]
+    assert settings.pop("expression")["steps"]
     assert settings == {"max_workspace": 4096}
 
 
@@ -201,12 +201,12 @@ CHANGES = {
     "axes": lambda line: line["q"].update(shape=[64], strides=[2]),
     "name": lambda line: line.update(quality=line["q"]),
     "setting": lambda line: line["settings"].update(hardness=3),
-    "step": lambda line: line["settings"]["program"]["steps"].insert(0, {"mode": "add", "args": [5, 6]}),
-    "operation": lambda line: line["settings"]["program"]["steps"][-1].update(mode="of a later version"),
-    "operands": lambda line: line["settings"]["program"]["steps"][-1].update(args=[0]),
+    "step": lambda line: line["settings"]["expression"]["steps"].insert(0, {"mode": "add", "args": [5, 6]}),
+    "operation": lambda line: line["settings"]["expression"]["steps"][-1].update(mode="of a later version"),
+    "operands": lambda line: line["settings"]["expression"]["steps"][-1].update(args=[0]),
     "band": lambda line: line["settings"].update(band={"right": 1.5}),
     "name of an array": lambda line: line["q"].update(name="k"),
-    "root": lambda line: line["settings"]["program"].update(mask=99),
+    "root": lambda line: line["settings"]["expression"].update(mask=99),
 }
 
 

@@ -302,7 +302,7 @@ def test_every_rule_of_derivatives_is_tested():
     shapes = (8, 4, 20, 2), (8, 2, 20, 2), (8, 2, 20, 2)
     used = set()
     for functions in [*OPERATIONS, *ZOO]:
-        program = problem(*shapes, dtype="float32", **functions.options(q=20, kv=20)).settings.program
+        program = problem(*shapes, dtype="float32", **functions.options(q=20, kv=20)).settings.expression
         used |= {step.mode for step in program.steps} if program else set()
     unused = {mode for mode in set(MODES) - used if mode[:4] != "cmp_"}  # functions have no identity
     assert unused <= {"identity"}

@@ -8,14 +8,14 @@ from planner import library_version, plan_graph, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError
-from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.cudnn_engine.plan import PlanInfo, Target
 from cupy_sdpa.core.cudnn_engine.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.core.graph.attention_backward import backward
 from cupy_sdpa.core.graph.attention_forward import forward
 from cupy_sdpa.core.support import gpus
 from cupy_sdpa.core.support.why_not import guards, why_not
 from cupy_sdpa.offline import remote_planner as offline
-from cupy_sdpa.offline.remote_planner import Planner, kept_planner, load_target
+from cupy_sdpa.offline.remote_planner import Planner, kept_planner
 
 
 def problem(q, kv=None, **options):
@@ -115,12 +115,12 @@ def graph_retention(graph, gpu):
     from cupy_sdpa.core.cudnn.constants import AttributeType
     from cupy_sdpa.core.cudnn.library import library
     from cupy_sdpa.core.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.core.cudnn_engine.plan import Target
     from cupy_sdpa.core.cudnn_engine.planner import load_or_build
-    from cupy_sdpa.offline.remote_planner import load_target
 
     if library().version < 92800:
         return library().version, None
-    target = load_target(gpu)
+    target = Target.described(gpu)
     kept = DiskCache(None)
     plans = [load_or_build(graph, target, disk_cache=kept) for _ in range(2)]
     assert [plan.info.loaded for plan in plans] == [False, True]
@@ -177,10 +177,10 @@ def test_gradients_that_crash_cudnn_are_refused(name, planner):
     version = planner.call(library_version)
     deadly, remedy = problem(**deadly), problem(**remedy)
     refused = [reason.rule for reason in why_not(deadly, version, 90)]
-    answer = kept_planner().plan(deadly, load_target("h200"))
+    answer = kept_planner().plan(deadly, Target.described("h200"))
     assert (refused == [rule]) == ("ended the process inside cuDNN" in str(answer)), f"{answer}; the table says {refused}"
     assert not why_not(remedy, version, 90)
-    assert isinstance(kept_planner().plan(remedy, load_target("h200")), PlanInfo)
+    assert isinstance(kept_planner().plan(remedy, Target.described("h200")), PlanInfo)
 
 
 # Processes
@@ -230,12 +230,12 @@ def test_a_process_that_cannot_be_replaced(folder):
     with Planner() as planner:
         (folder / "die").touch()
         program, offline._COMMAND[0] = offline._COMMAND[0], str(folder / "no such program")
-        assert "ended the process" in planner.plan(ASKED, load_target("h200"))
+        assert "ended the process" in planner.plan(ASKED, Target.described("h200"))
         for _ in range(2):
             with pytest.raises(CudnnError, match=r"cannot be started: .*no such program"):
-                planner.plan(ASKED, load_target("h200"))
+                planner.plan(ASKED, Target.described("h200"))
         offline._COMMAND[0] = program
-        assert planner.plan(ASKED, load_target("h200")) == "no engine"
+        assert planner.plan(ASKED, Target.described("h200")) == "no engine"
 
 
 def test_one_process_is_kept(folder, monkeypatch):
@@ -262,5 +262,5 @@ def test_one_process_is_kept(folder, monkeypatch):
 def test_unexpected_exceptions_become_answers():
     """The answer of the planning process contains the traceback, and the process continues."""
     with pytest.raises(RuntimeError, match=r"planning failed:\n(.*\n)+AttributeError: "):
-        kept_planner().plan(None, load_target("h200"))
-    assert kept_planner().plan(ASKED, load_target("h200")).engine in (1, 2)
+        kept_planner().plan(None, Target.described("h200"))
+    assert kept_planner().plan(ASKED, Target.described("h200")).engine in (1, 2)

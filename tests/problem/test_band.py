@@ -76,4 +76,4 @@ def test_bands_of_options_and_functions_intersect(option, mask):
     np.testing.assert_allclose(got, attention(q, k, v, mask=np.asfortranarray(both.T[:, :, None, None])), atol=1e-12)
     asked = problem(*[(32, 1, 12, 1)] * 3, dtype="bfloat16", mask_mod=mask_mod, **options)
     np.testing.assert_array_equal(seen(asked.band, 12, 12), both)
-    assert asked.settings.program is None
+    assert asked.settings.expression is None

@@ -52,22 +52,10 @@ LAYERS = (
 FACE = {"__init__", "attention_functions", "explanation", "helpers", "layout", "preparation", "store", "vjp"}
 #: The names of the core besides :mod:`cupy_sdpa.extend` that a layer imports, each group with the reason; never to be extended.
 EXCEPTIONS = {
-    # saved problems become calls: score functions are written as Python, and arrays and flags follow the tables of the core
-    "check": {
-        "score_fn.modes.MODES", "score_fn.expression.Writer", "problem.arrays.REQUESTED_GRADIENTS",
-        "problem.tensor_spec.dense_strides",
-    },
-    "cli": {
-        # the command "support" prints these tables
-        "support.known_bugs.BUGS", "support.known_bugs.Bug", "support.known_bugs.GUARDS", "support.rules.RULES",
-        "support.why_not.GUARDS_OFF", "support.why_not.unverified_rules", "support.why_not.why_not",
-        # the commands print what is installed, what is required, and how to install it
-        "cudnn.deviceless.read_description", "cudnn.nvrtc.nvrtc", "errors.INSTALL_FOR_GPU", "errors.pip_install",
-        "support.gpus", "support.rules.MINIMUM_CAPABILITY", "version.MINIMUM_CUDNN", "version.RELEASES",
-        "version.version_number", "version.version_text",
-        # a command ends at the first Ctrl-C
-        "_interrupt.restore",
-    },
+    # saved functions are computed with numpy, independently of the engine
+    "check": {"score_fn.modes.MODES"},
+    # how to install what is missing
+    "cli": {"errors.pip_install"},
 }  # fmt: skip
 #: The names of classes that are also names of types elsewhere, with the reasons.
 SAME_NAMES = {

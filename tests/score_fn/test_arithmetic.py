@@ -73,14 +73,14 @@ def test_integers_that_are_too_large_raise(number, engine):
 def test_floor_division_of_nonnegative_integers_is_short(mask_mod, modes):
     """A quotient of positions is one division, a remainder three operations."""
     shape = (32, 1, 64, 1)
-    program = problem(shape, shape, shape, dtype="bfloat16", mask_mod=mask_mod).settings.program
+    program = problem(shape, shape, shape, dtype="bfloat16", mask_mod=mask_mod).settings.expression
     assert [step.mode for step in program.steps if step.args and step.mode != "cmp_eq"] == modes
 
 
 def test_floats_use_no_integer_operations():
     """A function of the score alone has a program without integers."""
     asked = problem(*[(32, 1, 128, 1)] * 3, dtype="bfloat16", score_mod=zoo.softcap(20.0))
-    assert not {step.kind for step in asked.settings.program.steps} & {"int", "bool"}
+    assert not {step.kind for step in asked.settings.expression.steps} & {"int", "bool"}
 
 
 def test_a_product_of_distances_with_floats_does_not_wrap_around():
@@ -90,7 +90,7 @@ def test_a_product_of_distances_with_floats_does_not_wrap_around():
         return score - (i - j) * (0.5 / 9) * (i - j)
 
     asked = problem(*[(32, 1, 64, 1)] * 3, dtype="bfloat16", score_mod=gaussian)
-    assert {step.kind for step in asked.settings.program.steps if step.mode == "mul"} == {"float"}
+    assert {step.kind for step in asked.settings.expression.steps if step.mode == "mul"} == {"float"}
 
 
 # Floats

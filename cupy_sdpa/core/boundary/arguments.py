@@ -29,10 +29,10 @@ from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from . import layouts, user_functions
-from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .axes import Axes
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names
+from .read_array import check_separate, read_arrays, spec_of, tensor_name
 from .read_options import ReadOptions, check_option_names, read_options
 
 
@@ -243,10 +243,10 @@ def _check_page_table(problem: Problem, arrays: Mapping[str, Any]) -> None:
     """Check the entries of a page table before the lengths, on the CPU only."""
     (page, pages), table, lengths = problem.k.shape[2:], arrays["page_table"], arrays["seq_lens_kv"]
     queries = arrays.get("seq_lens_q")
-    band, program = problem.settings.band, problem.settings.program
+    band, expression = problem.settings.band, problem.settings.expression
     # a page that a mask hides may be listed twice: the pages of a window are used again
     hides = band is not None and (band.left is not None or not band.bottom_right)
-    masked = program or hides or any(has_score_axes(spec.name) for spec in problem.tensors)
+    masked = expression or hides or any(has_score_axes(spec.name) for spec in problem.tensors)
     for b, length in enumerate(lengths):
         used = table[: -(-int(length) // max(page, 1)), b]
         if not used.size:
@@ -298,7 +298,7 @@ def read_shapes(
 def views_of_shapes(
     arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None
 ) -> tuple[dict[str, View], dict[str, Any]]:
-    """Return views on a GPU for arrays or shapes (as dense arrays) by name, and the options with views for arrays.
+    """Return views on a GPU for arrays or shapes (as dense arrays), q among them, and the options with views for arrays.
 
     The views have the package's axes, and the options no ``layout``.
     """

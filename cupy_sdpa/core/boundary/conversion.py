@@ -16,9 +16,9 @@ import numpy as np
 from ..problem.arrays import GRADIENTS
 from ..runtime import cupy_runtime
 from . import layouts
-from .argument import tensor_name
 from .axes import Axes
 from .libraries import library_of
+from .read_array import tensor_name
 from .sharing import Sharing
 
 #: Types of arrays that need no conversion without options: numpy's and CuPy's. They are added when they occur.

@@ -14,7 +14,7 @@ from ..problem.arrays import SEEDS
 from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray, on_host
-from .argument import INT32, arrays_on_gpu
+from .read_array import INT32, arrays_on_gpu
 
 #: The values of the option except None, and the arrays that each engine computes with.
 ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}

@@ -31,7 +31,7 @@ from ..problem.tensor_spec import (
     stride_obstacle,
 )
 from ..problem.view import View, device_of
-from .argument import as_int32, spec_of
+from .read_array import as_int32, spec_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

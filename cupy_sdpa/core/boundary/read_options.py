@@ -28,7 +28,7 @@ class ReadOptions(Mapping[str, Any]):
 
     Attributes:
         inputs: the arrays, seeds, functions and ``tensors`` that are passed.
-        settings: what determines a plan; not deterministic, and without the program of functions.
+        settings: what determines a plan; not deterministic, and without the expression of functions.
         scalars: the scalars, which are passed by value.
         round_up: how ``bucket`` rounds a length up; None for exact lengths.
         batch_invariant: whether bits must not depend on the batch.

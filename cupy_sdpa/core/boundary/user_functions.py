@@ -19,8 +19,8 @@ from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
-from .argument import INT32, tensor_name
 from .conversion import Conversion, needs_conversion
+from .read_array import INT32, tensor_name
 
 #: The options that are functions.
 FUNCTIONS = ("score_mod", "mask_mod")
@@ -32,11 +32,11 @@ class Functions(NamedTuple):
     """The traced functions of a call.
 
     Attributes:
-        settings: the settings with the program of the functions, and with the band of the mask function.
-        arrays: the captured arrays as views ``(Skv, Sq, Hq, B)``, by the names in the program; every axis may be 1.
-        scalars: the by-value scalars of the program.
+        settings: the settings with the expression of the functions, and with the band of the mask function.
+        arrays: the captured arrays as views ``(Skv, Sq, Hq, B)``, by the names in the expression; every axis may be 1.
+        scalars: the by-value scalars of the expression.
         source_lines: the source line of each operation.
-        captured: how each captured array is indexed, by the names in the program.
+        captured: how each captured array is indexed, by the names in the expression.
         identities: the identities of the functions, from before they were called.
     """
 
@@ -144,7 +144,7 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
     band = Band(*traced.band).intersected(settings.band) if traced.band else settings.band
     arrays = {name: with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
-    settings = settings._replace(program=traced.expression, band=band)
+    settings = settings._replace(expression=traced.expression, band=band)
     return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
 
 
@@ -154,7 +154,7 @@ class Gradients:
 
     Attributes:
         specs: shape and dtype of the arrays to differentiate with respect to, by the caller's names.
-        captured: how each captured array is indexed, by the names in the program.
+        captured: how each captured array is indexed, by the names in the expression.
     """
 
     specs: dict[str, tuple[tuple[int, ...], Any]]

@@ -15,7 +15,7 @@ from ..cudnn.launch import Handle, Launcher
 from ..cudnn.library import library
 from ..graph.nodes import Graph
 from ..problem.tensor_spec import ITEMSIZE
-from ..runtime import memory
+from ..runtime import cupy_runtime, memory
 from ..version import version_text
 
 #: Alignment of scratch tensors in the workspace, in bytes; the same as for CuPy's allocations.
@@ -37,6 +37,23 @@ class Target:
     capability: int
     handle: Handle | None = None
     description: str | None = None
+
+    @classmethod
+    def described(cls, gpu: str) -> Target:
+        """Return the GPU of a description: its name, such as ``"h200"``, or the path of a file (``info --describe``).
+
+        Raises:
+            ValueError: there is no such description.
+
+        >>> Target.described("h200").model
+        'NVIDIA H200, compute capability 9.0, 132 multiprocessors'
+        """
+        from ..support.gpus import capability_of, describe
+
+        text = describe(gpu)
+        properties, number = json.loads(text), capability_of(gpu)
+        model = cupy_runtime.model_of(properties["deviceName"], number, properties["multiProcessorCount"])
+        return cls(model, number, description=text)
 
     @property
     def cudnn_handle(self) -> int | None:
@@ -167,6 +184,14 @@ class PlanInfo(Facts):
         yield "workspace", size_text(self.workspace)
         yield ("loaded in" if self.loaded else "built in"), f"{self.build_ms:.1f} ms"
         yield "size", size_text(self.size)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the properties as plain data; docs/command_line.md lists the keys."""
+        return {
+            "cudnn": version_text(self.cudnn), "engine": self.engine, "knobs": [list(knob) for knob in self.knobs],
+            "notes": list(self.notes), "workspace_bytes": self.workspace, "build_ms": self.build_ms, "loaded": self.loaded,
+            "bytes": self.size, "refused": list(self.refused),
+        }  # fmt: skip
 
     def reasons(self) -> list[str]:
         """Return one line for each engine config that was refused before this one."""

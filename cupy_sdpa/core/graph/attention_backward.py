@@ -163,4 +163,4 @@ def _mask_lengths_first(problem: Problem) -> bool:
     """
     band, settings = problem.band, problem.settings
     causal = band is not None and band.right is not None and band.left is None
-    return problem.packed and causal and not (settings.program or problem.bias or problem.mask)
+    return problem.packed and causal and not (settings.expression or problem.bias or problem.mask)

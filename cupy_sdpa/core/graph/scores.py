@@ -44,7 +44,7 @@ class Scores:
     def __init__(self, g: GraphBuilder, operands: GraphOperands) -> None:
         self.g, self.operands, self.problem = g, operands, operands.problem
         self.settings, self.band = self.problem.settings, self.problem.band
-        self.program = self.settings.program or EMPTY_EXPRESSION
+        self.expression = self.settings.expression or EMPTY_EXPRESSION
         self.scale = g.scalar("scale", g.compute_dtype)
         self.queries, self.keys = operands.lengths()
         self.mask = operands.score_input("mask")
@@ -60,7 +60,7 @@ class Scores:
         """``dS <- dS * dS/dx`` with the scaled score x, or the array ``gradient_of`` of the settings."""
         derivative = function.emitter.derivative(function.root, self.settings.gradient_of)
         reduced = bool(self.problem.ds_reductions) and function.emitter.selects(function.root)
-        return function.emitter.times(derivative, ds, finite=self.program.score is not None, always=reduced)
+        return function.emitter.times(derivative, ds, finite=self.expression.score is not None, always=reduced)
 
     def mask_lengths(self, s: Tensor) -> Tensor:
         """``S <- S where i < seq_lens_q and j < seq_lens_kv, else -inf``, if there are lengths."""
@@ -77,7 +77,7 @@ class Scores:
 
         cuDNN recognizes masks only as a chain: each condition takes its indices from the result of the mask before it.
         """
-        band, mask, root = self.band, self.mask, self.program.mask
+        band, mask, root = self.band, self.mask, self.expression.mask
         if band and band.right is not None:
             s = self._where(s, self._within_right(s, band, band.right))
         if band and band.left is not None:
@@ -114,16 +114,16 @@ class Scores:
 
     def _function(self, s: Tensor) -> ScoreFunction:
         """Compose the score function and the options that change the scores into one function of the scaled scores."""
-        tracer = FunctionTracer({}, {}, self.program.steps)
+        tracer = FunctionTracer({}, {}, self.expression.steps)
         leaf = tracer.writer.leaf
-        score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
+        score = Value(tracer, leaf("score") if self.expression.score is None else self.expression.score)
         row, column = (Value(tracer, leaf("index", axis, "int")) for axis in AXES[2:])
 
         def distance() -> Value:
             found: Value = self._diagonal(tracer, s, row) - column
             return found
 
-        may_mask = self.program.score is not None and any(step.mode in _MAY_MASK for step in self.program.steps)
+        may_mask = self.expression.score is not None and any(step.mode in _MAY_MASK for step in self.expression.steps)
         inputs = ScoreInputs(tracer, self.band, distance, may_mask)
         for name, change in SCORE_CHANGES.items():
             if OPTIONS[name].of(self.problem):
@@ -228,7 +228,7 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     # The backward pass is also affected by a mask function, exp(S + inf) in a fully masked row, and by a softcap: the score
     # there becomes -softcap, and exp(S - L) overflows if a bias makes L much lower.
     settings, added = problem.settings, any(OPTIONS[name].of(problem) for name in SCORE_CHANGES if name != "softcap")
-    in_backward = settings.program is not None or (settings.softcap and added)
+    in_backward = settings.expression is not None or (settings.softcap and added)
     affected = problem.has_score_mod or (problem.backward and in_backward)
     if not affected or problem.ragged:
         return frozenset()
@@ -244,6 +244,6 @@ def _may_mask_by_value(problem: Problem) -> bool:
     wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in _WIDE]
     if not problem.has_score_mod:
         return problem.bias in wide
-    program = problem.settings.program
-    selects = program is not None and any(step.mode == "binary_select" for step in program.steps)
+    expression = problem.settings.expression
+    selects = expression is not None and any(step.mode == "binary_select" for step in expression.steps)
     return bool(wide) or selects

@@ -82,7 +82,7 @@ class Split(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a plan depends on in addition to arrays: the values of options, and how a program computes the problem.
+    """What a plan depends on in addition to arrays: the values of options, and how a problem is computed.
 
     The scale and the softcap are passed by value with every call; their values are not part of the problem.
 
@@ -95,7 +95,7 @@ class Settings(NamedTuple):
         max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
         deterministic: whether results must be bitwise reproducible; in the forward pass set for a single query only.
         max_workspace: the limit of cuDNN's workspace in bytes, or None.
-        program: the traced score and mask functions, or None.
+        expression: the traced score and mask functions, or None.
         gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
         num_splits: the number of chunks into which paged keys are split; None for the default.
         split: how the keys of this problem were split, if it is a split problem (:mod:`.core.problem.split`).
@@ -112,7 +112,7 @@ class Settings(NamedTuple):
     max_seqlen_kv: int | None = None
     deterministic: bool = False
     max_workspace: int | None = None
-    program: Expression | None = None
+    expression: Expression | None = None
     gradient_of: str = ""
     num_splits: int | None = None
     split: Split | None = None

@@ -178,12 +178,12 @@ class Problem:
     @property
     def has_score_mod(self) -> bool:
         """Whether a score function modifies the scores."""
-        return self.settings.program is not None and self.settings.program.score is not None
+        return self.settings.expression is not None and self.settings.expression.score is not None
 
     @property
     def has_mask_mod(self) -> bool:
         """Whether a mask function masks scores."""
-        return self.settings.program is not None and self.settings.program.mask is not None
+        return self.settings.expression is not None and self.settings.expression.mask is not None
 
     @property
     def changes_weights(self) -> bool:

@@ -135,11 +135,11 @@ def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -
 def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> Problem:
     """Return the problem of a slice, from the specs of its arrays by name."""
     _, _, hq, hkv, *_ = problem.sizes
-    program = problem.settings.program
+    expression = problem.settings.expression
     settings = problem.settings
-    if program is not None:
+    if expression is not None:
         first = {"h": part.heads.start * (hq // hkv), "b": part.batch.start}
-        settings = settings._replace(program=_shifted(program, first))
+        settings = settings._replace(expression=_shifted(expression, first))
     fields: dict[str, Any] = {**specs}
     for field in ("captured", "dcaptured"):
         fields[field] = tuple(fields.pop(spec.name) for spec in getattr(problem, field))
@@ -171,11 +171,11 @@ def is_copied(view: TensorSpec, whole: TensorSpec) -> bool:
     return not view.dense or view.alignment < 16
 
 
-def _shifted(program: Expression, first: dict[str, int]) -> Expression:
+def _shifted(expression: Expression, first: dict[str, int]) -> Expression:
     """Return a score function in which heads and batch items count from the first one of a slice."""
     writer = Writer()
     made: list[int] = []
-    for step in program.steps:
+    for step in expression.steps:
         args = [made[arg] for arg in step.args]
         if step.args:
             made.append(writer.add(step.mode, *args, kind=step.kind))
@@ -183,5 +183,5 @@ def _shifted(program: Expression, first: dict[str, int]) -> Expression:
         leaf = writer.leaf(step.mode, step.name, step.kind, step.value)
         shift = first.get(step.name, 0) if step.mode == "index" else 0
         made.append(writer.add("add", leaf, writer.constant(shift, step.kind)) if shift else leaf)
-    score, mask = (None if root is None else made[root] for root in (program.score, program.mask))
+    score, mask = (None if root is None else made[root] for root in (expression.score, expression.mask))
     return Expression(tuple(writer.steps), score, mask)

@@ -36,13 +36,13 @@ def score_derivatives(problem: Problem) -> dict[str, int]:
     Returns:
         The steps that compute the derivatives; arrays without a derivative are left out.
     """
-    program = problem.settings.program
-    if program is None or program.score is None:
+    expression = problem.settings.expression
+    if expression is None or expression.score is None:
         return {}
-    writer = Writer(program.steps)
+    writer = Writer(expression.steps)
     leaves = {spec.name: writer.leaf("captured", spec.name) for spec in problem.captured}
     leaves[""] = writer.leaf("score")
-    steps = gradients(writer, program.score, list(leaves.values()))
+    steps = gradients(writer, expression.score, list(leaves.values()))
     return {name: step for name, step in zip(leaves, steps, strict=True) if step is not None}
 
 

@@ -149,7 +149,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     options: dict[str, Any] = {name: arrays[name] for name in OPTION_ARRAYS if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}
-    captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_EXPRESSION).captured)
+    captured = tuple(arrays[step.name] for step in (settings.expression or EMPTY_EXPRESSION).captured)
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
 
 

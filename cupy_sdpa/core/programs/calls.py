@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..boundary.argument import INT32, as_int32, read_array
 from ..boundary.arguments import read_forward
 from ..boundary.conversion import Conversion
+from ..boundary.read_array import INT32, as_int32, read_array
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
@@ -158,14 +158,14 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
     return of.call(arrays, options, **flags)
 
 
-def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None = None) -> ReadCall:
+def read(call: Call, *, for_gpu: bool = False, missing: Sequence[str] = ()) -> ReadCall:
     """Check the arguments of a call, and build its program. Nothing is planned, allocated or launched.
 
     Args:
         call: the call.
         for_gpu: build a GPU's program, even for numpy arrays. Default False.
-        missing: the arrays that are assumed to be dense if they are not passed, each with the array that it is like: ``q``,
-            ``k``, ``v``, ``out`` or ``stats``. Default None.
+        missing: the arrays that are assumed to be dense if they are not passed: ``out``, ``stats``, ``dout``, ``dq``, ``dk``
+            or ``dv``. Default: none.
     """
     conversion = call.conversion()
     with contextlib.nullcontext() if conversion is None else conversion.context():
@@ -279,9 +279,9 @@ def _on_gpu(key: CallKey) -> CallKey:
     return key._replace(arrays=tuple(map(on_gpu, key.names, key.arrays)), options=options)
 
 
-def _with_missing(arrays: dict[str, Any], likes: Mapping[str, str]) -> tuple[Any, ...]:
-    """Return the arrays, with views in the form of other arrays for missing ones."""
-    missing = {name: like for name, like in likes.items() if arrays[name] is None}
+def _with_missing(arrays: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the arrays, with views of dense arrays for missing ones; a gradient has the form of its array."""
+    missing = {name: name.removeprefix("d") for name in names if arrays[name] is None}
     if not missing:
         return tuple(arrays.values())
     q, k, v = (read_array(name, arrays[name]) for name in "qkv")

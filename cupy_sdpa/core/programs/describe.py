@@ -19,7 +19,7 @@ from .calls import call_of, read
 from .executor import ReadCall
 
 #: The arrays of a backward pass that are results of the forward pass, or like one.
-OF_FORWARD = {"dout": "out", "out": "out", "stats": "stats"}
+OF_FORWARD = ("dout", "out", "stats")
 
 
 def report_of(
@@ -77,13 +77,18 @@ def problems_of(call: ReadCall) -> tuple[Problem, ...]:
 def problems_of_shapes(
     function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
 ) -> tuple[Problem, ...]:
-    """Return the problems of a call of a public function with arrays, or with shapes as dense arrays; no element is read.
+    """Return the problems that a GPU runs for a call of an operation, from arrays or from the shapes of dense arrays.
 
-    ``arrays`` and ``options`` are as for :func:`cupy_sdpa.problem`, by name; ``flags`` are the function's other arguments.
+    Args:
+        function: the operation.
+        arrays: its arrays by name; q is one of them.
+        options: its options.
+        dtype: the dtype of the arrays that are shapes.
+        flags: its other arguments.
     """
     check_names({**options, "block_mask": None})  # which the function takes, or refuses
-    views, options = views_of_shapes(arrays, options, dtype=dtype)
-    return problems_of(read(call_of(function, **views, **options, **flags)))
+    views, given = views_of_shapes(arrays, options, dtype=dtype)
+    return problems_of(read(call_of(function, **views, **given, **flags)))
 
 
 def accuracy_of(call: ReadCall) -> str:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_separate, read_arrays, tensor_name
 from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
+from ..boundary.read_array import check_separate, read_arrays, tensor_name
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
 from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, kept_options
 from ..errors import CudnnError, Unsupported

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..boundary.argument import check_arrays
+from ..boundary.read_array import check_arrays
 from ..boundary.read_options import ReadOptions
 from ..errors import in_words
 from ..problem.tensor_spec import Expected

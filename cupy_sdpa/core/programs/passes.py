@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..boundary.argument import check_arrays as check_specs
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
+from ..boundary.read_array import check_arrays as check_specs
 from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import Gradients, gradient_name
 from ..problem.arrays import BACKWARD, FORWARD

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.argument import check_separate, tensor_name
+from ..boundary.read_array import check_separate, tensor_name
 from ..problem.view import View, array_of_view, placed
 
 #: A program and its arrays. :class:`.core.programs.executor.ReadCall` is in a layer above.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.argument import tensor_name
+from ..boundary.read_array import tensor_name
 from ..boundary.user_functions import FUNCTIONS
 from ..score_fn.identity import identity
 

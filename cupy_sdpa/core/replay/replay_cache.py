@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..boundary.argument import INT32
 from ..boundary.call import logger
 from ..boundary.layouts import is_named
+from ..boundary.read_array import INT32
 from ..boundary.user_functions import function_identities
 from ..runtime import cupy_runtime, driver
 from ..runtime.memory import is_constant

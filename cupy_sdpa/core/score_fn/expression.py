@@ -65,6 +65,16 @@ class Expression(NamedTuple):
         """The steps that read captured arrays."""
         return tuple(step for step in self.steps if step.mode == "captured")
 
+    def steps_of(self, root: int) -> tuple[Step, ...]:
+        """Return the steps of one of the two functions, ``score`` or ``mask``, without the other's; the last one is its result.
+
+        >>> both = Expression((Step("index", name="b"), Step("score"), Step("neg", (1,))), 2, None)
+        >>> [(step.mode, step.args) for step in both.steps_of(2)]
+        [('score', ()), ('neg', (0,))]
+        """
+        needed = {old: new for new, old in enumerate(Writer(self.steps).reachable(root))}
+        return tuple(self.steps[old]._replace(args=tuple(needed[arg] for arg in self.steps[old].args)) for old in needed)
+
 
 #: The expression without a score function and without a mask function.
 EMPTY_EXPRESSION = Expression((), None, None)

@@ -115,8 +115,8 @@ def _one_query_forward(problem: Problem) -> bool:
 
 def _one_paged_key_of_heads(problem: Problem) -> bool:
     """True for one query, and one key in a page, with scores or a mask that differ between heads."""
-    program = problem.settings.program
-    of_head = program is not None and any(step.mode == "index" and step.name == "h" for step in program.steps)
+    expression = problem.settings.expression
+    of_head = expression is not None and any(step.mode == "index" and step.name == "h" for step in expression.steps)
     of_head |= any(spec.shape[2] > 1 for spec in problem.captured)
     of_head |= any(spec is not None and max(spec.shape[2:]) > 1 for spec in (problem.mask, problem.bias))
     return _one_query_forward(problem) and bool(problem.paged) and problem.sizes[5] == 1 and of_head
@@ -164,18 +164,18 @@ def _without_mask(problem: Problem) -> bool:
 
 def _single_key_difference(problem: Problem) -> bool:
     """Gradients of scores of one key, where a function subtracts an array of one element."""
-    program = problem.settings.program
-    if not problem.backward or program is None or problem.sizes[5] != 1:
+    expression = problem.settings.expression
+    if not problem.backward or expression is None or problem.sizes[5] != 1:
         return False
     one_element = {spec.name for spec in problem.captured if math.prod(spec.shape) == 1}
-    subtracted = [program.steps[step.args[1]] for step in program.steps if step.mode == "sub"]
+    subtracted = [expression.steps[step.args[1]] for step in expression.steps if step.mode == "sub"]
     return any(step.mode == "captured" and step.name in one_element for step in subtracted)
 
 
 def _reads_positions(problem: Problem) -> bool:
     """The scores of a single query depend on key positions or on an array, and no other option selects another kernel."""
-    program = problem.settings.program
-    in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
+    expression = problem.settings.expression
+    in_function = expression is not None and any(step.mode in ("index", "captured") for step in expression.steps)
     reads = in_function or any(option.of(problem) for option in OF_DIAGONAL)
     return _one_query_forward(problem) and reads and not problem.settings.dropout and problem.sinks is None
 
