@@ -27,7 +27,6 @@ from ..extend import (
 )
 from ..extend.arrays import REQUESTS, Conversion, check_strides_of, expected_arrays
 from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
-from ..extend.functions import FUNCTIONS
 from ..extend.kernels import concatenate, row_means
 from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
@@ -142,9 +141,10 @@ def read_form(
     """Check the arrays, as far as copying them requires, and return the form of the derivative."""
     if not _may_copy(q, k, v):
         read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
-    for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
-        check_strides_of(name, array)
-    if (mask := options.get("block_mask")) is not None:
+    mask = options.get("block_mask")
+    for name, array in (("q", q), ("k", k), ("v", v)) if mask is not None or options.get("layout") is None else ():
+        check_strides_of(name, array, required=mask is not None)
+    if mask is not None:
         check_mask(q, k, v, mask)
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:
@@ -287,7 +287,7 @@ def widen(
 
 def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
     """Check the options as attention does. What only that call needs may be missing: ``tensors``, a seed, maximum lengths."""
-    passed = {name: x for name, x in options.items() if x is not None and name not in (*FUNCTIONS, "tensors")}
+    passed = {name: x for name, x in options.items() if x is not None and name not in ("score_mod", "mask_mod", "tensors")}
     if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
         passed["seed"] = 0
     if passed.keys().isdisjoint(_PACKING) or passed.keys() >= {*_PACKING}:

@@ -1,32 +1,16 @@
-"""Score and mask functions: trace, record and move them.
+"""Score and mask functions: recorded, and as traced steps.
 
 ========== ===================================================================================================================
-trace      check_function, record, trace, FUNCTIONS, function_identities, trace_functions, AXES, Expression, Step, Sides,
-           NO_BRANCHES
-move       Recorded, Access, relocated
+recorded   Recorded
+traced     Expression, Step
 ========== ===================================================================================================================
 """
 
-from ..core.boundary.user_functions import FUNCTIONS, function_identities, trace_functions
-from ..core.score_fn.expression import AXES, Expression, Step
-from ..core.score_fn.mask_analysis import Sides
-from ..core.score_fn.proxy import NO_BRANCHES
-from ..core.score_fn.recorded import Access, Recorded, relocated
-from ..core.score_fn.tracer import check_function, record, trace
+from ..core.score_fn.expression import Expression, Step
+from ..core.score_fn.recorded import Recorded
 
 __all__ = [
-    "AXES",
-    "FUNCTIONS",
-    "NO_BRANCHES",
-    "Access",
     "Expression",
     "Recorded",
-    "Sides",
     "Step",
-    "check_function",
-    "function_identities",
-    "record",
-    "relocated",
-    "trace",
-    "trace_functions",
 ]

@@ -3,12 +3,12 @@
 ============= ===============================================================================================================
 memory        UNITS, copy_by_rows, bindings
 concatenation Address, Concatenation, Filler, address, address_bits, concatenate, MULTIPLE, rounded_up
-sums          BLOCK, Sources, row_means, replace_infinite
+sums          Sources, row_means, replace_infinite
 ============= ===============================================================================================================
 """
 
 from ..core.kernels.concatenation import Address, Concatenation, Filler, address, address_bits, concatenate
-from ..core.kernels.merge import BLOCK, Sources
+from ..core.kernels.merge import Sources
 from ..core.kernels.ragged import replace_infinite
 from ..core.kernels.row_means import row_means
 from ..core.programs.stats_gradient import MULTIPLE, rounded_up
@@ -16,7 +16,6 @@ from ..core.runtime.driver import bindings
 from ..core.runtime.memory import UNITS, copy_by_rows
 
 __all__ = [
-    "BLOCK",
     "MULTIPLE",
     "UNITS",
     "Address",
