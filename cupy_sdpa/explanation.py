@@ -11,13 +11,14 @@ from .attention_functions import attention, attention_backward
 from .block_masks.block_mask_calls import dense_description, method_description, reasons_for_dense
 from .block_masks.empty_blocks import describe_empty_blocks
 from .block_masks.entries import TableSizes
-from .block_masks.option import read as within_options
+from .block_masks.intersection import within_band
 from .core._typing import Array
 from .core.boundary.arguments import read_shapes
 from .core.boundary.conversion import Conversion
 from .core.boundary.options import split_requests, takes_options
 from .core.errors import CudnnError, Unsupported
 from .core.graph import graph_of
+from .core.options.band import read as read_band
 from .core.options.table import GradientOptions
 from .core.options.values import read_flag
 from .core.problem.problem import Problem
@@ -340,7 +341,7 @@ def _notes(
         reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
         if reasons:
             return conversion, dense_description(mask, reasons)
-        mask = within_options(mask, dict(rest))
+        mask = within_band(mask, read_band(rest))
         return conversion, method_description(mask, TableSizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..extend import Array, read_count, with_title
 from ..extend.arrays import NoArray
-from ..extend.functions import Recorded, check_function
+from ..extend.functions import Recorded
 from . import segments
 from .block_size import (
     TILE,
@@ -94,10 +94,9 @@ def block_mask(
     >>> cupy_sdpa.block_mask(same_document, 1024, 1024, tensors={"document": document})
     <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
     """
-    check_function("mask_mod", mask_mod)
+    function = MaskFunction(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
     size, lengths = read_block(block), [read_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
     groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
-    function = MaskFunction(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
     rows: dict[tuple[int, int], KeyRanges] = {}
     for h, b in np.ndindex(*groups):

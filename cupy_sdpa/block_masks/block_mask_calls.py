@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..extend import Constant, View, as_int32, is_one_of
-from ..extend.options import OPTIONS, check_spelling
+from ..extend.options import OPTIONS
 from .block_mask import BlockMask
 from .entries import TableSizes
 from .method import check_groups, check_mask_type, method_of
@@ -16,8 +16,8 @@ def reasons_for_dense(
     options: Mapping[str, Any], *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Return the arguments that force a call to compute all blocks with a dense mask; empty if it computes by blocks."""
-    check_spelling(options)
-    found = [name for name, value in options.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
+    known = {name: value for name, value in options.items() if name in OPTIONS}  # others raise an error later
+    found = [name for name, value in known.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
     found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
     return found if is_one_of(return_stats, (False, True)) else [*found, f"return_stats={return_stats!r}"]
 
@@ -39,8 +39,7 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
 
     The array is created by the first call, and belongs to the block mask.
     """
-    check_spelling(options)
-    array = _dense(q, mask)
+    array = _dense_mask(q, mask)
     if k is not None:
         _check_sizes(q, k, mask, options)
     if options.get("mask") is None:
@@ -66,7 +65,7 @@ def _within(per_head: bool, per_entry: bool) -> Callable[..., Any]:
 _WITHIN = {(per_head, per_entry): _within(per_head, per_entry) for per_head in (False, True) for per_entry in (False, True)}
 
 
-def _dense(q: Any, mask: BlockMask) -> Any:
+def _dense_mask(q: Any, mask: BlockMask) -> Any:
     """Return the mask as an array of the engine of q; its view or its shape if q is one."""
     if isinstance(q, View):
         return View.dense("mask", mask.shape, bool, q.storage.device)

@@ -5,6 +5,7 @@ The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,13 +14,13 @@ import numpy as np
 
 from ..extend import Builder, Constant, Parts, View, merge_parts, row_stats_dtype
 from ..extend.arrays import KEY_ARRAYS
-from ..extend.functions import AXES
 from ..extend.kernels import Sources
 from ..extend.options import ReadOptions
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements, sum_blocks
 from .entries import Entries, PackedCopies, Tables, TableSizes, attends, packed_copies, rectangles, sources
+from .intersection import within_band
 from .method import as_pages, flattened, gradient_function, is_attended, method_of
 from .segments import PackedSegments, SegmentSlice, gradient_slices
 
@@ -71,15 +72,15 @@ class _Parts:
         found = stored(self.mask, (self.sizes, *key, "positions"), positions)
         numbers = self.scores.places(found, self.mask)
         places = dict(zip(numbers, self.constants((*key, "places"), numbers.values), strict=True))
-        tensors, names = {**places}, {}
-        for number, access in enumerate(self.scores.reads):
-            array = self.scores.tensors[access.name]
-            names[access] = name = f"{access.name} at {number}"
-            if not any(isinstance(axis, str) for axis in access.axes):
-                tensors[name] = array[(*access.axes, ...)] if access.axes else array
+        tensors, names = {**places}, []
+        for number, (of, axes) in enumerate(self.scores.reads):
+            array = self.scores.tensors[of]
+            names.append(name := f"{of} at {number}")
+            if not any(isinstance(axis, str) for axis in axes):
+                tensors[name] = array[(*axes, ...)] if axes else array
                 continue
-            layout = access.axes, array.shape, array.strides
-            index = self.constant((*key, "index", layout), self.scores.index, access, array, found)
+            layout = axes, array.shape, array.strides
+            index = self.constant((*key, "index", layout), self.scores.index, axes, array, found)
             tensors[name] = self.builder.temporary(index.shape, array.dtype)
             count = max(0, (array.bounds[1] - array.offset) // array.itemsize)
             elements = array.strided((count,), (array.itemsize,))
@@ -153,7 +154,7 @@ def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any
         if tensors:
             raise ValueError(f"tensors has {', '.join(tensors)}, but score_mod is not passed to read it")
         return None
-    return MovableFunction(score_mod, tensors, dict(zip(AXES, (q[3], q[1], q[2], k[2]), strict=True)))
+    return MovableFunction(score_mod, tensors, {"b": q[3], "h": q[1], "q_idx": q[2], "kv_idx": k[2]})
 
 
 def sequences(copies: View) -> View:
@@ -180,15 +181,17 @@ def add(
     deterministic: bool,
 ) -> None:
     """Add the steps that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
-    backward = "dout" in arrays
+    mask, backward = within_band(mask, options.settings.band), "dout" in arrays
+    # a plan of blocks depends on the mask, not on the lengths alone
+    options = dataclasses.replace(options | {"band": None}, causal=None, round_up=None)
     if backward:  # the log-sum-exp contains the sinks
         options = options.without("sinks")
     parts = _Parts(builder, arrays["q"], arrays["k"], mask, options, deterministic=deterministic)
     method = parts.method
     if method.packed:
-        _packed(parts, arrays, method.packed)
+        _attend_packed(parts, arrays, method.packed)
     elif method.slices is not None:
-        _slices(parts, arrays, method.slices)
+        _attend_slices(parts, arrays, method.slices)
     elif backward:
         # deterministic gradients with the function would need memory for all pairs
         function = None if deterministic else gradient_function(mask, parts.sizes)
@@ -197,10 +200,10 @@ def add(
         else:
             _block_gradients(parts, arrays)
     else:
-        _blocks(parts, arrays, method.blocks)
+        _attend_blocks(parts, arrays, method.blocks)
 
 
-def _packed(parts: _Parts, arrays: Arrays, packed: PackedSegments) -> None:
+def _attend_packed(parts: _Parts, arrays: Arrays, packed: PackedSegments) -> None:
     """All segments as the sequences of one packed call."""
     builder, backward, after = parts.builder, "dout" in arrays, []
     flat: dict[str, View | None] = dict(arrays)
@@ -228,7 +231,7 @@ def _packed(parts: _Parts, arrays: Arrays, packed: PackedSegments) -> None:
         builder.copy(target, source)
 
 
-def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[SegmentSlice]) -> None:
+def _attend_slices(parts: _Parts, arrays: Arrays, slices: Sequence[SegmentSlice]) -> None:
     """Every segment as a call on slices of the arrays; for gradients the one with most keys first.
 
     The first result of a position is written in place, and further ones are added to it.
@@ -302,14 +305,14 @@ def _fill_rows(parts: _Parts, stats: View, begin: int, end: int) -> None:
 # The forward pass by blocks
 
 
-def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
+def _attend_blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
     """Blocks of queries as batch items, whose pages are the blocks of keys that they attend to."""
     builder, mask = parts.builder, parts.mask
     q, k, v, out, stats = (arrays[name] for name in ("q", "k", "v", "out", "stats"))
     groups, sinks = tables.groups, parts.options.get("sinks")
     parts.options = parts.options.without("sinks")
     (_, hq, sq, batch), dv, wide = q.shape, v.shape[0], np.dtype(row_stats_dtype(q.dtype))
-    pages = {"k": _pages(parts, k, groups), "v": _pages(parts, v, groups)}
+    pages = {"k": _key_pages(parts, k, groups), "v": _key_pages(parts, v, groups)}
     merges = bool(tables.copied) or sinks is not None
     target, base = out, None
     if tables.direct:
@@ -336,7 +339,7 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
         offsets, numbers = parts.constants(("sources",), lambda: (tables.offsets, tables.parts))
         of_copies = copied_stats.reshape((heads, BLOCK, 1, count), order="F").transpose(1, 0, 2, 3)
         merged = [] if base is None else [Parts(target[..., None], base[..., None])]
-        merged.append(Parts(copies[:, :, :, None], of_copies, sources=Sources(offsets, numbers, groups)))
+        merged.append(Parts(copies[:, :, :, None], of_copies, sources=Sources(BLOCK, offsets, numbers, groups)))
         builder.run(merge_parts, merged, target, stats, sinks, writes=[x for x in (target, stats) if x is not None])
     elif stats is not None and base is not None:
         builder.copy(stats, base)
@@ -344,7 +347,7 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
         builder.copy(out, target)
 
 
-def _pages(parts: _Parts, x: View, groups: int) -> View:
+def _key_pages(parts: _Parts, x: View, groups: int) -> View:
     """Keys or values as pages ``(D, heads, BLOCK, pages)``: a view if possible, otherwise copies of blocks."""
     found: View | None = as_pages(x) if groups == 1 else None
     if found is not None:
@@ -373,7 +376,7 @@ def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts
 def _block_gradients(parts: _Parts, arrays: Arrays) -> None:
     """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
     mask, sizes = parts.mask, parts.sizes
-    copied = stored(mask, (sizes, "rectangles"), lambda: _copied(mask, sizes))
+    copied = stored(mask, (sizes, "rectangles"), lambda: _copies_of_rectangles(mask, sizes))
     if not copied or not sizes.hq:
         for name in _results(arrays):
             parts.builder.fill(arrays[name], 0)
@@ -399,7 +402,7 @@ def _block_gradients(parts: _Parts, arrays: Arrays) -> None:
         _sum_of_copies(parts, turn, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every)
 
 
-def _copied(mask: BlockMask, sizes: TableSizes) -> list[PackedCopies]:
+def _copies_of_rectangles(mask: BlockMask, sizes: TableSizes) -> list[PackedCopies]:
     """Return the rectangles of a mask as the packed copies of each call."""
     found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
     return [part for part in found if part is not None]
@@ -441,4 +444,4 @@ class _CopiedBlocks:
         key, number = ("rectangles", name), parts.mask.kinds.shape[axis]
         self.items, self.heads = parts.constant((*key, "items"), np.asarray, every), heads
         places = parts.constants((*key, "sources"), sources, every, number, groups, parts.sizes.batch)
-        self.sources = Sources(places[0], places[1], groups)
+        self.sources = Sources(BLOCK, places[0], places[1], groups)

@@ -6,20 +6,23 @@ indexes by positions is copied: element by element, in the order of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend.functions import AXES, Access, Recorded, record, relocated, trace
+from ..extend.functions import Recorded
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, TableSizes
 from .segments import PackedSegments, SegmentSlice
 
+#: How a function indexes an array: by the name of an axis of the scores, or an integer, along every axis of the array.
+Indices = tuple[str | int, ...]
+
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
-_POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "position of kv_idx"), strict=True))
+_POSITIONS = {"b": "entry of b", "h": "head of b", "q_idx": "position of q_idx", "kv_idx": "position of kv_idx"}
 
 
 class Positions(NamedTuple):
@@ -42,13 +45,15 @@ def of_packed(packed: PackedSegments, mask: BlockMask, sizes: TableSizes) -> Pos
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
     local = [start - entries * length for start, length in zip(starts, (mask.sq, mask.skv), strict=True)]
-    return _positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, mask)
+    return _consecutive_positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, mask)
 
 
 def of_slice(part: SegmentSlice, mask: BlockMask, sizes: TableSizes) -> Positions:
     """Return the positions of a slice of every batch item."""
     zeros = np.zeros(sizes.batch, np.int64)
-    return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)
+    return _consecutive_positions(
+        part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask
+    )
 
 
 def of_entries(entries: Entries, mask: BlockMask, sizes: TableSizes) -> Positions:
@@ -86,7 +91,7 @@ def _in_blocks(blocks: NDArray[np.int64], length: int) -> NDArray[np.int32]:
     return np.asfortranarray(np.minimum(found, max(length - 1, 0)).astype(np.int32))
 
 
-def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: Any, mask: BlockMask) -> Positions:
+def _consecutive_positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: Any, mask: BlockMask) -> Positions:
     """Consecutive positions from the first query and key of each entry; at most the last ones."""
     found = [
         np.asfortranarray(np.clip(first + np.arange(count)[:, None], 0, max(length - 1, 0)).astype(np.int32))
@@ -96,20 +101,18 @@ def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: An
 
 
 class MovableFunction:
-    """A caller's score function, the arrays that it reads, and the lengths of the scores' axes."""
+    """A caller's score function, and the arrays that it reads; ``sizes`` are the lengths of the scores' axes."""
 
-    def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        self.tensors = dict(tensors)
-        self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
-        traced = trace(self._function, None, self.tensors, sizes)
-        if traced.band or (traced.expression and traced.expression.mask is not None):
+    def __init__(self, score_mod: Recorded, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        self.tensors, self._function = dict(tensors), score_mod
+        if score_mod.traced(self.tensors, sizes).masks:
             raise ValueError("score_mod masks keys and block_mask is passed: move the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
         self.options = {"score_mod": self._function, **({"tensors": self.tensors} if self.tensors else {})}
 
     @property
-    def reads(self) -> Sequence[Access]:
-        """How the function indexes its arrays."""
+    def reads(self) -> Sequence[tuple[str, Indices]]:
+        """The arrays that the function reads, by name, and how it indexes them."""
         return self._function.reads
 
     def places(self, positions: Positions, mask: BlockMask) -> dict[str, NDArray[np.int32]]:
@@ -122,7 +125,7 @@ class MovableFunction:
             arrays["h"] = positions.heads
         return {_POSITIONS[axis]: np.asfortranarray(array) for axis, array in arrays.items()}
 
-    def index(self, access: Access, array: Any, positions: Positions) -> NDArray[np.int64]:
+    def index(self, axes: Indices, array: Any, positions: Positions) -> NDArray[np.int64]:
         """Return the offsets of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
 
         Of the array only the metadata are read.
@@ -135,25 +138,27 @@ class MovableFunction:
         if positions.heads is not None:
             parts["h"] = positions.heads[None, None, None, :]
         offsets: Any = np.zeros((1, 1, 1, 1), np.int64)
-        for axis, length, stride in zip(access.axes, array.shape, array.strides, strict=True):
+        for axis, length, stride in zip(axes, array.shape, array.strides, strict=True):
             step = stride // array.dtype.itemsize
             if isinstance(axis, int):
                 offsets = offsets + axis * step
             else:
                 part = parts[axis] if axis in parts else np.arange(length)[None, None, :, None]
                 offsets = offsets + part.astype(np.int64) * step
-        used = _axes_of(access, positions.heads is not None)
+        used = _axes_of(axes, positions.heads is not None)
         kept = tuple(slice(None) if axis in used else 0 for axis in ("kv_idx", "q_idx", "h", "b"))
         return np.asfortranarray(offsets[kept])
 
-    def located(self, names: Mapping[Access, str], axes: Mapping[str, int]) -> Recorded:
-        """Return the function at positions, given the names of the copied arrays and the rank of :meth:`places`' arrays."""
-        one_head = _POSITIONS["h"] in axes
-        reads = {access: Access(name, _axes_of(access, one_head)) for access, name in names.items()}
-        first = {axis: Access(name, ("b",)) for axis, name in _POSITIONS.items() if axes.get(name) == 1}
-        starts = {axis: first.pop(axis) for axis in AXES[2:] if axis in first}
-        every = {axis: Access(name, (axis, "b")) for axis, name in _POSITIONS.items() if axes.get(name) == 2}
-        return relocated(self._function, reads, starts=starts, places={**first, **every})
+    def located(self, names: Sequence[str], ranks: Mapping[str, int]) -> Recorded:
+        """Return the function at positions, given the names of the copied arrays and the ranks of :meth:`places`' arrays."""
+        own, one_head = self._function, _POSITIONS["h"] in ranks
+        reads = {read: (name, _axes_of(read.axes, one_head)) for read, name in zip(own.reads, names, strict=True)}
+        first: dict[str, tuple[str, Indices]] = {
+            axis: (name, ("b",)) for axis, name in _POSITIONS.items() if ranks.get(name) == 1
+        }
+        starts: dict[str, int | tuple[str, Indices]] = {axis: first.pop(axis) for axis in ("q_idx", "kv_idx") if axis in first}
+        every = {axis: (name, (axis, "b")) for axis, name in _POSITIONS.items() if ranks.get(name) == 2}
+        return own.relocated(reads, starts=starts, places={**first, **every})
 
 
 def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
@@ -166,9 +171,9 @@ def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(positions[0])
 
 
-def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
-    """Return the axes of the copy of an array, in order: keys, queries, heads, batch items."""
-    used = {axis for axis in access.axes if isinstance(axis, str)}
+def _axes_of(axes: Indices, one_head: bool) -> tuple[str, ...]:
+    """Return the axes of the copy of an array that is indexed by ``axes``, in order: keys, queries, heads, batch items."""
+    used = {axis for axis in axes if isinstance(axis, str)}
     if used & {"b", "q_idx", "kv_idx"} or (one_head and "h" in used):
         used.add("b")
     if one_head:

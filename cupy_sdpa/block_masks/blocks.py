@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
-from ..extend.kernels import BLOCK as BLOCK
 from ..extend.kernels import UNITS, Sources
 
+#: The number of queries, or of keys, in a block.
+BLOCK = 128
 #: The number of threads in a thread block.
 THREADS = 128
 #: The rows of an array as kernels read them: the address, and strides in bytes.
@@ -110,11 +111,11 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
         arguments = _SUM(
             d, heads // sources.groups, blocks, sources.groups, sources.offsets, sources.parts, _rows_of(copies), _rows_of(out)
         )
-        _sum_kernel(dtype_name(out.dtype), vector)(grid, (columns, block_rows), (arguments,))
+        _sum_blocks_kernel(dtype_name(out.dtype), vector)(grid, (columns, block_rows), (arguments,))
 
 
 @cuda_kernel
-def _sum_kernel(dtype: str, vector: int) -> str:
+def _sum_blocks_kernel(dtype: str, vector: int) -> str:
     """Return the kernel of :func:`sum_blocks`: ``blockIdx`` is (block, head, rows), ``threadIdx`` is (vector of a row, row)."""
     of = TYPES[dtype]
     return f"""{of.header}struct alignas({min(vector * of.itemsize, 16)}) Vector {{ {of.name} x[{vector}]; }};

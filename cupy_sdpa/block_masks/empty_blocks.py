@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..extend.functions import Sides
 from ..extend.options import Band
 from .blocks import BLOCK
 from .evaluate import MaskFunction, evaluate_blocks
@@ -30,13 +29,13 @@ def describe_empty_blocks(
     ``sizes`` are Sq, Skv, Hq and B. cuDNN computes the blocks within the ``band``.
     """
     sq, skv, heads, batch = sizes
-    of_band = blocks_of_band(-(-skv // BLOCK), -(-sq // BLOCK), _sides_of(band, sq, skv))
+    of_band = blocks_of_band(band, sq, skv)
     computed = np.argwhere(of_band)
     every = len(computed) * heads * batch
     numbers = np.arange(every) if every <= EVALUATED else np.random.default_rng(0).choice(every, EVALUATED, replace=False)
     places, head, entry = np.unravel_index(numbers, (len(computed), heads, batch))
     blocks = np.column_stack([computed[places], head, entry]).astype(np.int32)
-    function = MaskFunction(mask_mod, _taken(mask_mod, tensors), per_head=True, per_entry=True)
+    function = MaskFunction(mask_mod, _arrays_taken(mask_mod, tensors), per_head=True, per_entry=True)
     empty = ~evaluate_blocks(function, blocks, sq, skv).any(axis=1)
     share = float(empty.mean()) if every else 0.0
     percent = f"{'' if every <= EVALUATED else 'about '}{100 * share:.0f} %"
@@ -46,15 +45,7 @@ def describe_empty_blocks(
     return f"{text}: to skip them, pass block_mask=cupy_sdpa.block_mask(mask_mod, {sq}, {skv}, ...) instead"
 
 
-def _sides_of(band: Band | None, sq: int, skv: int) -> Sides | None:
-    """Return the sides of a band on the diagonal from the top left."""
-    if band is None:
-        return None
-    shift = skv - sq if band.bottom_right else 0
-    return None if band.left is None else band.left - shift, None if band.right is None else band.right + shift
-
-
-def _taken(mask_mod: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _arrays_taken(mask_mod: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays that the mask function takes; the rest belong to the score function."""
     parameters = inspect.signature(mask_mod).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -85,7 +85,7 @@ class _List(NamedTuple):
     partial: NDArray[np.int64]
 
 
-def _entries(lists: Sequence[_List], mask: BlockMask, sizes: TableSizes, masked: bool) -> Entries:
+def _entries_of_lists(lists: Sequence[_List], mask: BlockMask, sizes: TableSizes, masked: bool) -> Entries:
     """Return the batch items of lists."""
     most, count = max([1, *(len(one.keys) for one in lists)]), len(lists)
     table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
@@ -101,7 +101,7 @@ def _entries(lists: Sequence[_List], mask: BlockMask, sizes: TableSizes, masked:
     return Entries(items, np.asfortranarray(table), lengths, np.asfortranarray(partial) if masked else None)
 
 
-def _split(found: Sequence[Any]) -> list[Any]:
+def _split_long_ones(found: Sequence[Any]) -> list[Any]:
     """Lists or rectangles of which those with many keys are split, so that equal sizes need at most twice the memory."""
     counts = np.array([len(one.keys) for one in found])
     most = int(counts.max(initial=1))
@@ -136,14 +136,14 @@ def make_tables(mask: BlockMask, sizes: TableSizes) -> Tables:
     direct, copied = None, []
     of_full, of_masked = (sum(len(one.keys) for one in lists) for lists in (without, masked))
     if groups == 1 and of_full:
-        direct = _entries(without, mask, sizes, False)
+        direct = _entries_of_lists(without, mask, sizes, False)
     elif groups == 1 and max((len(one.keys) for one in masked), default=0) * len(masked) <= _PADDING * of_masked:
         # lists of equal length need at most twice the memory
-        direct, of_masked = _entries(masked, mask, sizes, True), 0
+        direct, of_masked = _entries_of_lists(masked, mask, sizes, True), 0
     if direct is None and of_full:
-        copied.append(_entries([one for one in without if len(one.keys)], mask, sizes, False))
+        copied.append(_entries_of_lists([one for one in without if len(one.keys)], mask, sizes, False))
     if of_masked:
-        copied.append(_entries(_split(masked), mask, sizes, True))
+        copied.append(_entries_of_lists(_split_long_ones(masked), mask, sizes, True))
     items = np.concatenate([np.zeros((0, 3), np.int32), *(entries.items for entries in copied)])
     return Tables(groups, direct, tuple(copied), *sources(items, query_blocks, groups, sizes.batch))
 
@@ -188,21 +188,21 @@ def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Recta
     for b in range(batch):
         for g in range(mask.heads):
             own = numbers[:, :, g, b % mask.batch]
-            without = _without_mask(own == ALL, g, b)
-            apart = _with_mask(np.where(own >= 0, own, NONE), g, b)
-            together = _with_mask(own, g, b)
+            without = _full_rectangles(own == ALL, g, b)
+            apart = _masked_rectangles(np.where(own >= 0, own, NONE), g, b)
+            together = _masked_rectangles(own, g, b)
             if _cost(without) + _cost(apart) > _cost(together):
                 without, apart = [], together
             full += without
             masked += apart
-    return full, _split(masked)
+    return full, _split_long_ones(masked)
 
 
 def _cost(found: Sequence[Rectangle]) -> float:
     return sum(rectangle.cost for rectangle in found)
 
 
-def _without_mask(blocks: NDArray[np.bool_], group: int, entry: int) -> list[Rectangle]:
+def _full_rectangles(blocks: NDArray[np.bool_], group: int, entry: int) -> list[Rectangle]:
     """Rectangles of full blocks: query blocks with equal sets of key blocks, or key blocks with equal sets of query blocks."""
     by_queries = [Rectangle(group, entry, queries, keys) for queries, keys in _equal_rows(blocks.T)]
     by_keys = [Rectangle(group, entry, queries, keys) for keys, queries in _equal_rows(blocks)]
@@ -219,7 +219,7 @@ def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], 
         yield np.array(numbers), np.flatnonzero(blocks[numbers[0]])
 
 
-def _with_mask(numbers: NDArray[np.int64], group: int, entry: int) -> list[Rectangle]:
+def _masked_rectangles(numbers: NDArray[np.int64], group: int, entry: int) -> list[Rectangle]:
     """Rectangles with a mask: consecutive query blocks and all key blocks to which one of them attends."""
     options = []
     for step in _STEPS:

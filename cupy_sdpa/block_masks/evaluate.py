@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..extend import cupy_runtime, in_words
-from ..extend.functions import NO_BRANCHES, Recorded, check_function, record
+from ..extend.functions import Recorded
 from .blocks import BLOCK
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
@@ -80,7 +80,6 @@ class MaskFunction:
     def __init__(
         self, mask_mod: Callable[..., Any], tensors: Mapping[str, Any] | None, *, per_head: bool, per_entry: bool
     ) -> None:
-        check_function("mask_mod", mask_mod)
         if not isinstance(tensors or {}, Mapping):
             raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
         arrays = dict(tensors or {})
@@ -94,11 +93,9 @@ class MaskFunction:
         if any(on_gpu.values()) or (not arrays and cupy_runtime.current_device() is not None):
             self.xp = cupy_runtime.cupy()
         self.dtype = np.dtype(np.int64 if self.xp is np else np.int32)
+        self.recorded = Recorded.if_traceable("mask_mod", mask_mod, arrays)
         self._arrays = {name: arrays[name] for name in taken(mask_mod, arrays)}
-        self.recorded: Recorded | None = None
-        try:
-            self.recorded = record({"mask_mod": mask_mod}, self._arrays)["mask_mod"]
-        except Exception:
+        if self.recorded is None:
             _check_sums(mask_mod, self._arrays)
         self._call = self.recorded or mask_mod
         self._per_head, self._per_entry = per_head, per_entry
@@ -112,7 +109,11 @@ class MaskFunction:
         except ValueError as error:
             if "truth value" not in str(error):
                 raise
-            raise TypeError(NO_BRANCHES.format("a mask function is called with arrays of indices")) from error
+            raise TypeError(
+                "mask_mod is called with arrays of indices, which have no single truth value: write np.where(condition, a, b) "
+                "instead of `if`, &, | and ~ instead of `and`, `or` and `not`, (a < b) & (b < c) instead of `a < b < c`, and "
+                "np.minimum instead of `min`"
+            ) from error
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # raised inside the function, not by a call with wrong arguments

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend.functions import Recorded, record
+from ..extend.functions import Recorded
 from ..extend.options import Band
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
@@ -15,8 +15,10 @@ from .blocks import BLOCK
 from .evaluate import KeyRanges, kinds_of, lengths_of, partial_blocks
 
 
-def within_band(mask: BlockMask, band: Band) -> BlockMask:
+def within_band(mask: BlockMask, band: Band | None) -> BlockMask:
     """Return the pairs of a block mask that are in a band. It is computed once, and belongs to the mask."""
+    if band is None:
+        return mask
     if ("band", band) not in mask.tables:
         simplified = band.simplified(mask.sq, mask.skv, lengths=False)
         mask.tables["band", band] = mask if simplified is None else _intersected(mask, simplified)
@@ -34,8 +36,8 @@ def _intersected(mask: BlockMask, band: Band) -> BlockMask:
         if (number := numbers[j, i, h, b]) >= 0:
             bits[n] &= mask.bits[number]
     kinds, bits = with_exact_kinds(kinds, bits, tiles, (mask.sq, mask.skv))
-    found = None if mask.segments is None else segments_of(_rows(mask, of_band), kinds)
-    function = None if mask.function is None else _function(mask.function, band, mask.skv - mask.sq)
+    found = None if mask.segments is None else segments_of(_keys_within(mask, of_band), kinds)
+    function = None if mask.function is None else _function_within(mask.function, band, mask.skv - mask.sq)
     return BlockMask(mask.sq, mask.skv, kinds, bits, found, function, mask.block)
 
 
@@ -67,7 +69,7 @@ class BlocksOfBand:
         return np.packbits(attends)
 
 
-def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], KeyRanges]:
+def _keys_within(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], KeyRanges]:
     """Return the keys of every query of a mask of segments within a band, by head and batch item."""
     found = {}
     for b, entry in enumerate(mask.segments or ()):
@@ -82,7 +84,7 @@ def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], KeyRange
     return found
 
 
-def _function(own: Recorded, band: Band, corner: int) -> Recorded:
+def _function_within(own: Recorded, band: Band, corner: int) -> Recorded:
     """Return a mask function within a band whose bottom-right diagonal is ``corner`` keys after the top-left diagonal."""
     left, right, shift = band.left, band.right, corner if band.bottom_right else 0
 
@@ -94,4 +96,4 @@ def _function(own: Recorded, band: Band, corner: int) -> Recorded:
             condition = condition & (kv_idx >= q_idx + (shift - left))
         return condition
 
-    return record({"mask_mod": mask_mod}, {})["mask_mod"]
+    return Recorded.of("mask_mod", mask_mod, {})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import View, arrays_on_gpu, dtype_name
-from ..extend import check_arrays as check_specs
-from ..extend.arrays import check_strides_of, expected_arrays
-from ..extend.functions import AXES, Sides, trace
+from ..extend import View
+from ..extend.options import Band
 from . import segments
 from .block_mask import BlockMask
 from .blocks import BLOCK
@@ -85,10 +83,9 @@ def gradient_function(mask: BlockMask, sizes: TableSizes) -> Callable[..., Any] 
         listed = mask.kinds != EMPTY
         if mask.function is None or not all(listed.any(axis=axis).all() for axis in (0, 1)):
             return None
-        band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
-        at_diagonal = band is not None and band[1] == 0
-        key_blocks, query_blocks, *_ = mask.kinds.shape
-        computed = blocks_of_band(key_blocks, query_blocks, band if at_diagonal else None)
+        axes = {"b": sizes.batch, "h": sizes.hq, "q_idx": mask.sq, "kv_idx": mask.skv}
+        left, right = mask.function.traced({}, axes).band or (None, None)
+        computed = blocks_of_band(Band(left, right) if right == 0 else None, mask.sq, mask.skv)
         cost = MASKED_GRADIENT_COST * int(computed.sum()) * sizes.batch * mask.heads
         of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
         return mask.function if cost < of_copies else None
@@ -100,10 +97,11 @@ def gradient_function(mask: BlockMask, sizes: TableSizes) -> Callable[..., Any] 
     return found
 
 
-def blocks_of_band(key_blocks: int, query_blocks: int, band: Sides | None) -> NDArray[np.bool_]:
+def blocks_of_band(band: Band | None, sq: int, skv: int) -> NDArray[np.bool_]:
     """Return whether blocks ``(key blocks, query blocks)`` have pairs within a band: cuDNN computes only these."""
-    left, right = band or (None, None)
-    offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
+    left, right, bottom_right = band or Band()
+    diagonal = BLOCK * np.arange(-(-sq // BLOCK)) + (skv - sq if bottom_right else 0)  # of the first query of each block
+    offsets = diagonal - BLOCK * np.arange(-(-skv // BLOCK))[:, None]  # from keys to queries
     computed = np.ones(offsets.shape, bool)
     if left is not None:
         computed &= offsets < left + BLOCK
@@ -153,7 +151,6 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> TableSizes:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
-        check_strides_of(name, array, required=arrays_on_gpu({name: array}))
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
     if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -175,22 +172,3 @@ def check_groups(mask: BlockMask, heads: int, batch: int) -> None:
             f"block_mask has {mask.heads} heads and {mask.batch} batch items; q has {heads} and {batch}: both must be equal "
             "or 1"
         )
-
-
-def check_other_arrays(
-    arrays: Mapping[str, Any], sinks: Any, results: Sequence[str], *, dtype: Any = None, rounded: bool = False
-) -> None:
-    """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
-
-    ``results`` are the names of the arrays that are written. ``dtype`` is the dtype of dout, dq, dk and dv, by default q's.
-    ``rounded``: the call computes in a dtype other than its arrays' dtype.
-    """
-    q, k, v = (arrays[name] for name in "qkv")
-    given = {**arrays, "sinks": sinks}
-    table = expected_arrays(q, k, v, given=given, computed="float32" if rounded else None)
-    if dtype is not None:
-        table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
-    check_specs([one._replace(writable=one.name in results) for one in table.values()], given)
-    for name in table:
-        if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=arrays_on_gpu({"q": q}), written=name in results)

@@ -25,14 +25,10 @@ class OptionModule(Protocol):
         ``options`` are the other options. ``outputs`` are ``return_stats`` and ``outputs``, as in :func:`.decided_options`.
         """
 
-    def read(self, value: Any, options: dict[str, Any]) -> Any:
-        """Return the value that the steps are made for, and remove its parts from ``options``."""
+    def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Check the shapes of q, k and v among a call's arrays by name, and what the options mean with the option's value.
 
-    def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], results: Any, **dtypes: Any) -> None:
-        """Check a call's arrays by name. ``results`` are the names of the arrays to write.
-
-        ``dtypes`` are ``dtype``, of dout, dq, dk and dv, None for q's dtype; and ``rounded``, whether the call computes in
-        a dtype other than its arrays' dtype.
+        The core checks what follows from these shapes: the shapes and dtypes of the other arrays, and all strides.
         """
 
     def add(self, builder: Any, arrays: Any, value: Any, options: Mapping[str, Any], *, deterministic: bool) -> None:

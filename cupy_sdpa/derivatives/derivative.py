@@ -150,9 +150,10 @@ def read_form(
     """Check the arrays, as far as copying them requires, and return the form of the derivative."""
     if not _may_copy(q, k, v):
         read_forward(q, k, v, {name: x for name, x in options.items() if name not in _OF_STEPS})  # raises
-    for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
-        check_strides_of(name, array)
-    if (mask := options.get("block_mask")) is not None:
+    mask = options.get("block_mask")
+    for name, array in (("q", q), ("k", k), ("v", v)) if mask is not None or options.get("layout") is None else ():
+        check_strides_of(name, array, required=mask is not None)
+    if mask is not None:
         check_mask(q, k, v, mask)
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:

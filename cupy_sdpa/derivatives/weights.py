@@ -30,7 +30,7 @@ from ..extend import (
 )
 from ..extend.arrays import Problem
 from ..extend.calls import ReadCall, read_forward
-from ..extend.functions import Access, Recorded, relocated
+from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
 from ..extend.planning import problems_of_shapes
 from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
@@ -38,7 +38,6 @@ from .weights_kernel import add_exponentials, gathered, negated_rows, row_entrop
 #: The options of queries, and the options of keys that take their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
 _LENGTHS = {*_PAIRS, *_PAIRS.values()}
-_FUNCTIONS = ("score_mod", "mask_mod")
 
 
 @takes_options
@@ -253,7 +252,7 @@ def _add_sums_steps(builder: Builder, q: View, k: View, sums: View, options: Rea
 
 def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> ReadOptions:
     """Return the options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
-    group, settings, packed = own.step, options.settings, "cu_seqlens_q" in options
+    group, settings, packed, functions = own.step, options.settings, "cu_seqlens_q" in options, options.functions
     found: dict[str, Any] = {"tensors": options["tensors"]} if "tensors" in options else {}
     for name, other in _PAIRS.items():
         found |= {new: options[old] for new, old in ((name, other), (other, name)) if old in options}
@@ -262,19 +261,18 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
     if (band := settings.band) is not None:
         found["band"] = band._replace(left=band.right, right=band.left)
     for name, value in options.items():
-        if OPTIONS[name].parts != "sliced" or name in _FUNCTIONS or name in _LENGTHS:
+        if OPTIONS[name].parts != "sliced" or name in functions or name in _LENGTHS:
             continue
         if "Skv" in OPTIONS[name].axes:
             value = (value if value.shape[2] == 1 else value[:, :, own]).transpose(1, 0, 2, 3)
         elif group > 1:  # an element of each head
             value = builder.copied(value[own])
         found[name] = value
-    for name in _FUNCTIONS:
-        if (function := options.get(name)) is not None:
-            if group > 1:
-                function, tensors = _of_heads(builder, function, options.get("tensors") or {}, own, count)
-                found["tensors"] = {**found.get("tensors", {}), **tensors}
-            found[name] = _exchanged(name, function)
+    for name, function in functions.items():
+        if group > 1:
+            function, tensors = _of_heads(builder, function, options.get("tensors") or {}, own, count)
+            found["tensors"] = {**found.get("tensors", {}), **tensors}
+        found[name] = _exchanged(name, function)
     # with packed sequences the bias has the size of the longest ones
     return dataclasses.replace(options, inputs={}, round_up=None if packed else options.round_up) | found
 
@@ -288,12 +286,12 @@ def _of_heads(
         array = tensors[access.name]
         for axis, index in enumerate(access.axes):
             array = array[(*[slice(None)] * axis, own)] if index == "h" else array
-        reads[access] = access._replace(name=f"{access} of some heads")
-        arrays[reads[access].name] = array
-    heads = Access(f"heads from {own.start}", ("h",))
+        reads[access] = name, _ = f"{access} of some heads", access.axes
+        arrays[name] = array
+    heads = f"heads from {own.start}"
     numbers = own.start + own.step * np.arange(count, dtype=np.int32)
-    arrays[heads.name] = builder.constant(Constant(numbers), keep=True)
-    return relocated(function, reads, starts={}, places={"h": heads}), arrays
+    arrays[heads] = builder.constant(Constant(numbers), keep=True)
+    return function.relocated(reads, places={"h": (heads, ("h",))}), arrays
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

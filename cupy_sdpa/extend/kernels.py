@@ -3,11 +3,11 @@
 ============= ===============================================================================================================
 memory        UNITS, copy_by_rows, bindings
 head dims     padded_head_dim
-sums          BLOCK, Sources, row_means, replace_infinite
+sums          Sources, row_means, replace_infinite
 ============= ===============================================================================================================
 """
 
-from ..core.kernels.merge import BLOCK, Sources
+from ..core.kernels.merge import Sources
 from ..core.kernels.ragged import replace_infinite
 from ..core.kernels.row_means import row_means
 from ..core.programs.stats_gradient import padded_head_dim
@@ -15,7 +15,6 @@ from ..core.runtime.driver import bindings
 from ..core.runtime.memory import UNITS, copy_by_rows
 
 __all__ = [
-    "BLOCK",
     "UNITS",
     "Sources",
     "bindings",

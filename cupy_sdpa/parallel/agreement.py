@@ -11,7 +11,7 @@ import numpy as np
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import CallKey, cupy_runtime, is_one_of
 from ..extend.calls import Operands, Program, ReadCall, keep_recent
-from ..extend.options import check_converted, read_compute_dtype
+from ..extend.options import check_converted, kept_options, read_compute_dtype
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
@@ -116,9 +116,8 @@ class Parser:
     def __call__(self, key: CallKey) -> ReadCall:
         """Return the call of this member."""
         arrays = key.named()
-        options: dict[str, Any] = {
-            name: value.array if isinstance(value, HostOffsets) else value for name, value in key.options.items()
-        }
+        given = {name: value.array if isinstance(value, HostOffsets) else value for name, value in key.options.items()}
+        options = kept_options(key.array("q"), given)
         dtype = options.pop("compute_dtype", None)
         operands = read_member_operands(arrays, options)
         if dtype is not None:

@@ -12,10 +12,9 @@ import numpy as np
 from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_operands
 from ..extend.arrays import Problem, check_strides_of, expected_arrays
 from ..extend.calls import Operands, read_forward
-from ..extend.functions import FUNCTIONS, function_identities
+from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, ReadOptions, refused_by
 from .configuration import Configuration, Request
-from .positions import functions_of
 from .shards import ShardLayout
 
 #: The offsets of packed sequences: of whole sequences, which are cut on the host.
@@ -59,7 +58,7 @@ def check_engine(options: Mapping[str, Any]) -> None:
 def configure(rank: int, size: int, operands: Operands, options: Mapping[str, Any], of: Request) -> Configuration:
     """Validate the arguments of a call: q, k and v, and in the backward pass dout, out and stats; and its options.
 
-    ``options`` are the options before they were read.
+    ``options`` are the options before they were read, with recorded functions.
 
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
@@ -94,9 +93,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
-    functions = functions_of(operands.options, problem)
     positional = drawn or any(OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
-    text = _text(problem, {**options, **functions}, queries, keys)
+    text, functions = _text(problem, options, queries, keys), operands.options.functions
     return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
 
 
@@ -170,8 +168,7 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: ShardLayout, rank: i
 def _problem(
     given: Mapping[str, View], options: ReadOptions, queries: ShardLayout, keys: ShardLayout, dtype: str | None
 ) -> Problem:
-    """Return the problem of the call on one GPU, without functions."""
-    options = options.without(*FUNCTIONS, "tensors")
+    """Return the problem of the call on one GPU, without functions, which are checked."""
     device = given["q"].storage.device
     views: dict[str, Any] = {}
     for name, layout in (("q", queries), ("k", keys), ("v", keys)):
@@ -183,7 +180,9 @@ def _problem(
             options |= {f"cu_seqlens_{side}": View.dense("", (len(layout.lengths) + 1,), np.int32, device)}
             if getattr(options.settings, f"max_seqlen_{side}") is None:
                 options |= {f"max_seqlen_{side}": max(layout.lengths, default=0)}
-    return read_forward(**views, options=options).problem
+    if options.functions:
+        read_forward(**views, options=options)  # checks them
+    return read_forward(**views, options=options.without(*options.functions, "tensors")).problem
 
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: ShardLayout, keys: ShardLayout) -> str:
@@ -197,7 +196,7 @@ def _text(problem: Problem, options: Mapping[str, Any], queries: ShardLayout, ke
         value = options[name]
         if value is None or name in CU_SEQLENS:
             continue
-        if name in FUNCTIONS:
+        if isinstance(value, Recorded):
             text = f"{value.__qualname__}, {abbreviated(value)}"
         elif name == "tensors":
             text = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in value.items())
@@ -217,7 +216,7 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -
     """Return a hashable value that is equal for calls with the same configuration, or None."""
     key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
     tensors = {f"tensors: {name}": x for name, x in (options.get("tensors") or {}).items()}
-    others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}
+    others = {name: value for name, value in options.items() if value is not None and name != "tensors"}
     for name, value in {**arrays, **others, **tensors}.items():
         if name in arrays and (remedy := getattr(type(value), "_not_an_array", None)):
             raise TypeError(f"{name} is {in_words(value)}; {remedy}")
@@ -227,11 +226,8 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -
             key.append((name, value.shape, value.dtype.name, value.dtype.str))
         else:
             key.append((name, tuple(value) if isinstance(value, list) else value or repr(value)))  # 0.0 and -0.0 differ
-    identities = function_identities(options)
-    if any(options.get(name) is not None and own is None for name, own in zip(FUNCTIONS, identities, strict=True)):
-        return None
     try:
-        hash(found := (*key, identities))
+        hash(found := tuple(key))
     except TypeError:
         return None
     return found

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, View
-from ..extend.arrays import Problem
-from ..extend.functions import AXES, FUNCTIONS, Access, Recorded, record, relocated, trace_functions
+from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, ReadOptions
 
 
@@ -31,21 +30,11 @@ class Window(NamedTuple):
     own_diagonal: int
 
 
-def functions_of(options: ReadOptions, problem: Problem) -> dict[str, Recorded]:
-    """Return the functions of a call by the names of their options, recorded and checked with the problem without functions."""
-    given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
-    if not given:
-        return {}
-    functions = record(given, dict(options.get("tensors") or {}))
-    trace_functions(options | functions, problem)  # checks them
-    return functions
-
-
 def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Recorded], window: Window) -> ReadOptions:
     """The options of a call at some positions, except those that the group decides, such as packing, sinks and seeds.
 
-    ``options`` are for whole sequences, with views in place of arrays; ``recorded`` are the functions of :func:`functions_of`.
-    The rows of the options say which are sliced (:data:`.core.options.option.PartsOption`).
+    ``options`` are for whole sequences, with views in place of arrays; ``recorded`` has the functions by the
+    names of their options. The rows of the options say which are sliced (:data:`.core.options.option.PartsOption`).
     """
     made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
     scalars = {**options.scalars}
@@ -53,7 +42,7 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
     sizes = dict(zip(("Skv", "Sq", "Hq", "B"), ((j, keys), (i, queries), (h, heads), (b, entries)), strict=True))
     of_lengths = {"seq_lens_q": (i, queries), "seq_lens_kv": (j, keys)}
     for name, array in options.items():
-        if OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
+        if OPTIONS[name].parts != "sliced" or name in recorded:
             continue
         if name in of_lengths:
             made[name] = target = builder.temporary(array.shape, array.dtype)
@@ -66,21 +55,21 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
         tensors[_SLOPES] = options["alibi_slopes"]
         made["softcap"] = False
         score_mod = _with_alibi(functions.get("score_mod"), scalars.pop("softcap", None), window.diagonal)
-        functions |= record({"score_mod": score_mod}, tensors)
-    ranges = dict(zip(AXES, zip(window.first, window.counts, strict=True), strict=True))
+        functions["score_mod"] = Recorded.of("score_mod", score_mod, tensors)
+    ranges = {"b": (b, entries), "h": (h, heads), "q_idx": (i, queries), "kv_idx": (j, keys)}
     known = list(dict.fromkeys(access for function in functions.values() for access in function.reads))
-    if not any(window.first) and all(_is_whole(tensors[access.name], access, ranges) for access in known):
+    if not any(window.first) and all(_is_whole(name, tensors[name], axes, ranges) for name, axes in known):
         return dataclasses.replace(options, inputs={"tensors": tensors} if tensors else {}, scalars=scalars) | made | functions
     local, reads = {}, {}
     for number, access in enumerate(known):
-        axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
+        of_axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
         array = tensors[access.name]
         local[f"t{number}"] = _taken_from(
-            builder, array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes)
+            builder, array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in of_axes)
         )
-        reads[access] = access._replace(name=f"t{number}")
-    starts = {axis: start for axis, start in zip(AXES, window.first, strict=True) if start}
-    made |= {name: relocated(function, reads, starts=starts, places={}) for name, function in functions.items()}
+        reads[access] = f"t{number}", access.axes
+    starts = {axis: start for axis, (start, _) in ranges.items() if start}
+    made |= {name: function.relocated(reads, starts=starts) for name, function in functions.items()}
     return dataclasses.replace(options, inputs={"tensors": local} if local else {}, scalars=scalars) | made
 
 
@@ -88,10 +77,10 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
 _SLOPES = "alibi_slopes "
 
 
-def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]]) -> bool:
+def _is_whole(name: str, array: Any, axes: Sequence[str | int], ranges: Mapping[str, tuple[int, int]]) -> bool:
     """True if a call reads an array along its whole axes, by the caller's name."""
-    axes = zip(array.shape, access.axes, strict=True)
-    return access.name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in axes)
+    lengths = zip(array.shape, axes, strict=True)
+    return name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in lengths)
 
 
 def lengths_from(target: Any, lengths: Any, first: int, count: int) -> None:

@@ -245,7 +245,7 @@ def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None
 def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed; other objects are not checked.
 
-    ``required``: the call needs these strides even if a layout is named. ``written``: the array is a result. ``remedy`` is the
+    ``required``: kernels need these strides even if a layout is named. ``written``: the array is a result. ``remedy`` is the
     end of the message, by default what a call on the CPU takes.
     """
     on_gpu = device_of(array) is not None
@@ -254,8 +254,8 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
         spec = spec_of(name, array)
         obstacle = _vector_obstacle(spec, on_gpu, written)
-        if obstacle and (required or not is_named()):
-            confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format(_own(array.ndim))
+        if obstacle and ((required and on_gpu) or not is_named()):
+            confirm = _OF_OPERATORS if on_gpu else _CONFIRM.format(_own(array.ndim))
             raise ValueError(f"{obstacle}{remedy or confirm}")
 
 

@@ -62,6 +62,11 @@ class ReadOptions(Mapping[str, Any]):
         inputs = {**self.inputs, **{name: value for name, value in changes.items() if name not in settings}}
         return dataclasses.replace(self, inputs=inputs, settings=self.settings._replace(**settings))
 
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The score function and the mask function that are passed, by the names of their options."""
+        return {name: self.inputs[name] for name in FUNCTIONS if name in self.inputs}
+
     def without(self, *names: str) -> ReadOptions:
         """Return the options without some inputs."""
         return dataclasses.replace(self, inputs={name: value for name, value in self.inputs.items() if name not in names})

@@ -17,8 +17,9 @@ from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
-from ..score_fn.recorded import Access, Recorded
-from ..score_fn.tracer import record, trace
+from ..score_fn.numpy_calls import Access
+from ..score_fn.recorded import Recorded, record
+from ..score_fn.tracer import trace
 from .conversion import Conversion, needs_conversion
 from .read_array import INT32, tensor_name
 

@@ -13,8 +13,6 @@ from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
 
-#: The number of queries, or of keys, in a block.
-BLOCK = 128
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
 #: The parts that a thread loads at once, and the maximum number of threads that share the parts of a row.
@@ -24,14 +22,16 @@ _MAX_COLUMNS, _THREADS = 32, 128
 
 
 class Sources(NamedTuple):
-    """The copies of which each block of :data:`BLOCK` rows of a result is made.
+    """The copies of which each block of rows of a result is made.
 
     Attributes:
+        block: the number of rows of a block.
         offsets, parts: int32; block t, which is (block, group of heads, batch item) with the first fastest, is made of the
             copies ``parts[offsets[t] : offsets[t + 1]]``.
         groups: the number of groups of heads.
     """
 
+    block: int
     offsets: Any
     parts: Any
     groups: int
@@ -39,9 +39,9 @@ class Sources(NamedTuple):
     def blocks_of(self, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
         """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
         _, heads, rows, batch = out.shape
-        blocks, per_group = -(-rows // BLOCK), heads // self.groups
+        size, blocks, per_group = self.block, -(-rows // self.block), heads // self.groups
         for t, (b, g, i) in enumerate(np.ndindex(batch, self.groups, blocks)):
-            place = slice(g * per_group, (g + 1) * per_group), slice(i * BLOCK, min((i + 1) * BLOCK, rows)), slice(b, b + 1)
+            place = slice(g * per_group, (g + 1) * per_group), slice(i * size, min((i + 1) * size, rows)), slice(b, b + 1)
             yield place, self.parts[self.offsets[t] : self.offsets[t + 1]]
 
 
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
         stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
         totals: None; on the GPU also float32 with the strides of ``stats``, which then is the highest score m of a row, and
             this the sum of ``exp(score - m)``. The log-sum-exp in float32 has fewer digits than the two.
-        sources: if not None, the parts are C copies of blocks, ``(Dv, H / groups, BLOCK, 1, C)``, and each row of the result
+        sources: if not None, the parts are C copies of blocks, ``(Dv, H / groups, block, 1, C)``, and each row of the result
             has the parts that this lists. No totals. Only the last group has sources.
 
     Example: :func:`merge_parts`.
@@ -208,7 +208,7 @@ def _merge_on_gpu(
         target += [len(of_all), sources.offsets, sources.parts, heads // sources.groups, int(is_in_place)]
     given = [(x.out.shape[4], x.out, *x.out.strides, x.stats, *x.stats.strides, x.totals) for x in groups]
     of_parts, of_out = (factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype))
-    kernel = _merge_kernel(of_parts, of_out, vector, groups[0].totals is not None, sources is not None)
+    kernel = _merge_kernel(of_parts, of_out, vector, groups[0].totals is not None, sources.block if sources else 0)
     kernel(grid, (columns, block_rows, slots), (_ARGUMENTS(target, given),))
 
 
@@ -222,15 +222,15 @@ def _is_aligned(array: Any, vector: int) -> bool:
 
 
 @cuda_kernel
-def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed: bool) -> str:
+def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, block: int) -> str:
     """Return the kernel of :func:`merge_parts`.
 
     ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the slots of a row share its parts.
 
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
     the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are
-    ``carried``, they have totals. If the last group is ``listed``, it has sources, and the one slot reads the parts in their
-    order.
+    ``carried``, they have totals. If ``block`` is not 0, the last group has sources with blocks of so many rows, and the one
+    slot reads the parts in their order.
     """
     types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
     vectors = (
@@ -238,17 +238,17 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed
     )
     amount = "*(const float*)(arguments.groups[g].totals + place)" if carried else "1"
     of_row, number, own = "", "part - begin", {"h": "h", "s": "s", "b": "b", "count": "group.parts"}
-    if listed:
+    if block:
         of_row = f"""
             const int* numbers = nullptr;
             if (row < t.rows) {{
-                const long long blocks = (queries + {BLOCK - 1}) / {BLOCK}, groups = heads / t.copied_heads;
-                const int* const offsets = (const int*)t.offsets + (b * groups + h / t.copied_heads) * blocks + s / {BLOCK};
+                const long long blocks = (queries + {block - 1}) / {block}, groups = heads / t.copied_heads;
+                const int* const offsets = (const int*)t.offsets + (b * groups + h / t.copied_heads) * blocks + s / {block};
                 numbers = (const int*)t.numbers + offsets[0];
                 copies = offsets[1] - offsets[0];
             }}"""
         number = "g == t.listed ? numbers[part - begin] : part - begin"
-        own = {"h": "(g == t.listed ? h % t.copied_heads : h)", "s": f"(g == t.listed ? s % {BLOCK} : s)",
+        own = {"h": "(g == t.listed ? h % t.copied_heads : h)", "s": f"(g == t.listed ? s % {block} : s)",
                "b": "(g == t.listed ? 0 : b)", "count": "(g == t.listed ? copies : group.parts)"}  # fmt: skip
     return f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
         {_ARGUMENTS}

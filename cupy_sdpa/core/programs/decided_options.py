@@ -52,6 +52,4 @@ def split_options(options: Mapping[str, Any]) -> tuple[PassOption | None, str | 
     """Split decided options: a layer's option, the dtype to compute in, and the others."""
     others = {**options}
     dtype, layer_option = others.pop("compute_dtype", None), pass_option(others)
-    if layer_option is not None:
-        layer_option = layer_option._replace(value=layer_option.module.read(layer_option.value, others))
     return layer_option, dtype, others

@@ -9,7 +9,7 @@ from typing import Any
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
-from ..boundary.layouts import VECTORS
+from ..boundary.layouts import VECTORS, check_strides_of
 from ..boundary.read_array import check_arrays as check_specs
 from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import Gradients, gradient_name
@@ -110,8 +110,25 @@ def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operand
     if dtype is not None:
         check_converted(of_call, dtype=result, results=results)
     if layer_option is not None:
-        layer_option.module.check(layer_option.value, of_call, options, results, dtype=result, rounded=dtype is not None)
+        for name in "qkv":
+            check_strides_of(name, of_call[name], required=True)
+        layer_option.module.check(layer_option.value, of_call, options)
+        _check_arrays(of_call | {"sinks": options.get("sinks")}, results, dtype, result)
     return Operands(arrays, views, options)
+
+
+def _check_arrays(given: Mapping[str, Any], results: Sequence[str], dtype: str | None, result: Any) -> None:
+    """Check the arrays of a call whose q, k and v are checked: a layer's steps read and write them without a problem.
+
+    ``results``, ``dtype`` and ``result`` are as for :func:`_read_operands`.
+    """
+    table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=None if dtype is None else "float32")
+    if result is not None:
+        table |= {name: table[name]._replace(dtype=dtype_name(result)) for name in ("dout", "dq", "dk", "dv")}
+    check_specs([one._replace(writable=one.name in results) for one in table.values()], given)
+    for name in table:
+        if name != "stats" and given.get(name) is not None:
+            check_strides_of(name, given[name], required=True, written=name in results)
 
 
 def _results_of(

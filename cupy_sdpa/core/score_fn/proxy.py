@@ -17,7 +17,7 @@ import numpy as np
 
 from .expression import AXES, Kind, Step, Writer
 from .mask_analysis import MASKED_SCORE
-from .recorded import Access, Recorded
+from .numpy_calls import Access, make_calls
 
 #: The refusal of Python's branches in functions, after the reason.
 NO_BRANCHES = (
@@ -97,7 +97,7 @@ def line_of_function() -> str:
     """Return the line of the function that is being traced; of a recorded function, the line that was recorded."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
-        if frame.f_code is Recorded.__call__.__code__:
+        if frame.f_code is make_calls.__code__:
             return frame.f_locals["line"]  # type: ignore[no-any-return]
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

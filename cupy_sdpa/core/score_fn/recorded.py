@@ -1,101 +1,99 @@
-"""Score and mask functions as the numpy calls that they make."""
+"""Score and mask functions as the numpy calls that they make: record, trace and relocate them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .expression import AXES
+from .expression import LEAVES
+from .numpy_calls import Access, NumpyCall, Result, make_calls
+from .proxy import Value
+from .tracer import FunctionTracer, Traced, check_function, trace
 
-#: The parameters of a score function before its arrays; a mask function has the last four.
-PARAMETERS = ("score", *AXES)
-#: Functions that take conditions unchanged. All others compute with 1 and 0; numpy's sum of two conditions is a condition.
-_OF_CONDITIONS = frozenset(
-    {"logical_and", "bitwise_and", "logical_or", "bitwise_or", "logical_xor", "bitwise_xor", "logical_not", "invert"}
-    | {"where", "positive"}
-)
-
-
-class Result(NamedTuple):
-    """The result of an earlier call of a recorded function, by the number of the call."""
-
-    call: int
-
-    def __str__(self) -> str:
-        return f"t{self.call}"
-
-
-class Access(NamedTuple):
-    """How a function indexes a captured array: by the name of an axis of the scores, or an integer, along every axis."""
-
-    name: str
-    axes: tuple[str | int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}[{', '.join(map(str, self.axes))}]"
-
-
-class NumpyCall(NamedTuple):
-    """One call of a numpy function in a recorded function, and the source line that made it.
-
-    An operand is the name of a parameter, an element of an array (:class:`Access`), a :class:`Result`, or a number.
-    """
-
-    function: Callable[..., Any]
-    operands: tuple[Any, ...]
-    line: str
-
-    def __str__(self) -> str:
-        return f"{self.function.__name__}({', '.join(map(str, self.operands))})"
+#: An element of an array: the name of the array and its indices, as in :class:`.Access`.
+Element = tuple[str, tuple[str | int, ...]]
 
 
 class Recorded:
     """A score or mask function as it was when it was traced: a function that makes the same numpy calls and returns an operand.
 
     It keeps no reference to the function, to what the function refers to, or to arrays, so later changes of these have no
-    effect. Equal ones are the same object, see :func:`recorded`. ``name`` has the module, the qualified name and the first
-    source line of the function.
+    effect. Equal ones are the same object, see :func:`recorded`.
+
+    Attributes:
+        option: ``score_mod`` or ``mask_mod``.
+        name: the module, the qualified name and the first source line of the function.
+        calls, result: the calls, and the operand that it returns.
+        reads: the elements of arrays that it reads.
     """
 
-    def __init__(self, name: tuple[str, str, str], calls: Sequence[NumpyCall], result: Any) -> None:
-        self.name, self.calls, self.result = name, tuple(calls), result
+    def __init__(self, option: str, name: tuple[str, str, str], calls: Sequence[NumpyCall], result: Any) -> None:
+        self.option, self.name, self.calls, self.result = option, name, tuple(calls), result
         self.__module__, self.__qualname__, self._line = name
         operands = (*(operand for call in calls for operand in call.operands), result)
-        #: The elements of arrays that it reads.
         self.reads = tuple(dict.fromkeys(operand for operand in operands if isinstance(operand, Access)))
+
+    @classmethod
+    def of(cls, option: str, function: Callable[..., Any], arrays: Mapping[str, Any]) -> Recorded:
+        """Record a function that reads ``arrays``; raises what :func:`.trace` raises."""
+        return record({option: function}, arrays)[option]
+
+    @classmethod
+    def if_traceable(cls, option: str, function: Any, arrays: Mapping[str, Any]) -> Recorded | None:
+        """Record a function that can also be called with arrays of positions; None if it cannot be traced.
+
+        Raises:
+            TypeError: it is not a function, or its parameters are in another order.
+        """
+        check_function(option, function)
+        try:
+            return cls.of(option, function, arrays)
+        except Exception:
+            return None
 
     def __call__(self, /, *arguments: Any, **tensors: Any) -> Any:
         """Compute, as the function did: on traced values, or on arrays of positions."""
-        parameters = dict(zip(PARAMETERS[-len(arguments) :], arguments, strict=True))
+        return make_calls(self.calls, self.result, self._line, arguments, tensors)
 
-        results: list[Any] = []
-        line = self._line  # read by line_of_function() of .proxy
+    def traced(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> Traced:
+        """Trace the function alone, see :func:`.trace`; ``sizes`` has the lengths of b, h, q_idx and kv_idx."""
+        functions = {self.option: self}
+        return trace(functions.get("score_mod"), functions.get("mask_mod"), arrays, sizes)
 
-        def read(access: Access) -> Any:
-            index = tuple(axis if isinstance(axis, int) else parameters[axis] for axis in access.axes)
-            return tensors[access.name][index] if index else tensors[access.name]
+    def relocated(
+        self,
+        reads: Mapping[Access, Element],
+        *,
+        starts: Mapping[str, int | Element] | None = None,
+        places: Mapping[str, Element] | None = None,
+    ) -> Recorded:
+        """Return the function for a call at other positions: a function of the indices in the call.
 
-        def value(operand: Any) -> Any:
-            if isinstance(operand, str):
-                return parameters[operand]
+        Args:
+            reads: the elements of the call's arrays instead of the elements that the function reads.
+            starts: what is added to indices of the call, by axis: numbers, or elements of arrays. Default None.
+            places: the elements that contain the positions, for other axes. Default None.
+        """
+        starts = starts or {}
+        shifts = [
+            NumpyCall(np.add, (axis, Access(*start) if isinstance(start, tuple) else start), self.name[2])
+            for axis, start in starts.items()
+        ]
+        elements = {axis: Access(*place) for axis, place in (places or {}).items()}
+        indices: dict[str, Any] = {**elements, **{axis: Result(number) for number, axis in enumerate(starts)}}
+
+        def moved(operand: Any) -> Any:
             if isinstance(operand, Result):
-                return results[operand.call]
-            return read(operand) if isinstance(operand, Access) else operand
+                return Result(operand.call + len(shifts))
+            if isinstance(operand, Access):
+                return Access(*reads[operand])
+            return indices.get(operand, operand) if isinstance(operand, str) else operand
 
-        try:
-            for call in self.calls:
-                line = call.line
-                operands = map(value, call.operands)
-                if call.function.__name__ not in _OF_CONDITIONS:
-                    operands = map(_number, operands)
-                results.append(call.function(*operands))
-            return value(self.result)
-        except Exception as error:
-            error.add_note(f"raised by the line {line} of the function")
-            raise
+        calls = [call._replace(operands=tuple(map(moved, call.operands))) for call in self.calls]
+        return recorded(self.option, self, [*shifts, *calls], moved(self.result))
 
     def __str__(self) -> str:
         return "; ".join([*(f"t{number} = {call}" for number, call in enumerate(self.calls)), str(self.result)])
@@ -104,15 +102,44 @@ class Recorded:
         return f"<recorded {self.__qualname__}>"
 
 
-def _number(x: Any) -> Any:
-    """1 and 0 instead of an array's conditions; anything else unchanged."""
-    return x + 0 if getattr(x, "dtype", None) == np.bool_ else x
+class _Recorder(FunctionTracer):
+    """Records the numpy calls of functions."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._calls: list[NumpyCall] = []
+        self._results: dict[int, Result | Access] = {}  # what computes a step, unless it is a parameter or a number
+        super().__init__({}, arrays)
+
+    def recorded(self, option: str, function: Callable[..., Any], result: Value) -> Recorded:
+        """Return the record of a traced function that returned ``result``."""
+        return recorded(option, function, self._calls, self._operand(result))
+
+    def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
+        """Note the call that made a result."""
+        step = result.step if isinstance(result, Value) else None
+        if step is not None and step not in self._results and self.writer.steps[step].mode not in LEAVES:
+            self._calls.append(NumpyCall(function, tuple(map(self._operand, operands)), self.line))
+            self._results[step] = Result(len(self._calls) - 1)
+
+    def read(self, access: Access, element: Value) -> Value:
+        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
+        self._results[element.step] = access
+        return element
+
+    def _operand(self, x: Any) -> Any:
+        """Return an operand of a recorded call, see :class:`NumpyCall`."""
+        if not isinstance(x, Value) or x.step in self._results:
+            return self._results[x.step] if isinstance(x, Value) else x
+        mode, _, name, kind, value = self.writer.steps[x.step]
+        if mode in ("number", "constant"):
+            return {"float": float, "int": int, "bool": bool}[kind](self.numbers[name] if mode == "number" else value)
+        return name or mode  # a parameter
 
 
 _known: weakref.WeakValueDictionary[Any, Recorded] = weakref.WeakValueDictionary()
 
 
-def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: Any) -> Recorded:
+def recorded(option: str, function: Callable[..., Any], calls: Sequence[NumpyCall], result: Any) -> Recorded:
     """Return a recorded function, without calls that its result does not depend on; only the name of ``function`` is used."""
     needed: set[int] = set()
     stack = [result]
@@ -128,33 +155,22 @@ def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: A
 
     kept = [calls[number]._replace(operands=tuple(map(moved, calls[number].operands))) for number in numbers]
     name = function.name if isinstance(function, Recorded) else _name_of(function)
-    made = Recorded(name, kept, moved(result))
+    made = Recorded(option, name, kept, moved(result))
     texts = tuple((call.function, call.line, *map(_type_and_value, call.operands)) for call in kept)
-    key = name, texts, _type_and_value(made.result)
+    key = option, name, texts, _type_and_value(made.result)
     return _known.setdefault(key, made)
 
 
-def relocated(
-    function: Recorded, reads: Mapping[Access, Access], *, starts: Mapping[str, Any], places: Mapping[str, Access]
-) -> Recorded:
-    """Return the function for a call at other positions: a function of the indices in the call.
-
-    ``reads`` has the elements of the call's arrays instead of the elements that the function reads. ``starts`` are added to
-    indices of the call, by axis: numbers, or elements of arrays. ``places`` are the elements that contain the positions, for
-    other axes.
-    """
-    shifts = [NumpyCall(np.add, (axis, start), function.name[2]) for axis, start in starts.items()]
-    indices = {**places, **{axis: Result(number) for number, axis in enumerate(starts)}}
-
-    def moved(operand: Any) -> Any:
-        if isinstance(operand, Result):
-            return Result(operand.call + len(shifts))
-        if isinstance(operand, Access):
-            return reads[operand]
-        return indices.get(operand, operand) if isinstance(operand, str) else operand
-
-    calls = [call._replace(operands=tuple(map(moved, call.operands))) for call in function.calls]
-    return recorded(function, [*shifts, *calls], moved(function.result))
+def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
+    """Record a call's functions, by the names of their options; raises what :func:`.trace` raises."""
+    known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
+    if len(known) == len(functions):
+        return known
+    tracer = _Recorder(arrays)
+    calls = {"score_mod": tracer.score, "mask_mod": tracer.mask}
+    made = {option: tracer.recorded(option, function, calls[option](function)) for option, function in functions.items()}
+    tracer.check_used()
+    return made
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str, str]:

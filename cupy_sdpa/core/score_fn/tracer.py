@@ -7,14 +7,14 @@ cannot be traced raises an exception in the function's line that uses it; the me
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import in_words
-from .expression import AXES, LEAVES, Expression, Step, normalized
+from .expression import AXES, Expression, Step, normalized
 from .mask_analysis import Sides, conjunction, split_band, split_score, without_constants
+from .numpy_calls import PARAMETERS, Access
 from .proxy import CapturedArray, Tracer, Value, as_value
-from .recorded import Access, NumpyCall, Recorded, Result, recorded
 from .ufuncs import FUNCTIONS
 
 #: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score`` and ``f(b, h, q_idx, kv_idx, **tensors) -> bool``, FlexAttention's
@@ -39,6 +39,11 @@ class Traced(NamedTuple):
     captured: dict[str, Access]
     band: Sides | None
     lines: dict[str, str]
+
+    @property
+    def masks(self) -> bool:
+        """Whether the functions are a mask: a query may attend to fewer than all keys."""
+        return self.band is not None or (self.expression is not None and self.expression.mask is not None)
 
 
 class FunctionTracer(Tracer):
@@ -122,45 +127,11 @@ class FunctionTracer(Tracer):
         return tensors
 
 
-class Recorder(FunctionTracer):
-    """Records the numpy calls of functions."""
-
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self._calls: list[NumpyCall] = []
-        self._results: dict[int, Result | Access] = {}  # what computes a step, unless it is a parameter or a number
-        super().__init__({}, arrays)
-
-    def recorded(self, function: Callable[..., Any], result: Value) -> Recorded:
-        """Return the record of a traced function that returned ``result``."""
-        return recorded(function, self._calls, self._operand(result))
-
-    def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
-        """Note the call that made a result."""
-        step = result.step if isinstance(result, Value) else None
-        if step is not None and step not in self._results and self.writer.steps[step].mode not in LEAVES:
-            self._calls.append(NumpyCall(function, tuple(map(self._operand, operands)), self.line))
-            self._results[step] = Result(len(self._calls) - 1)
-
-    def read(self, access: Access, element: Value) -> Value:
-        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
-        self._results[element.step] = access
-        return element
-
-    def _operand(self, x: Any) -> Any:
-        """Return an operand of a recorded call, see :class:`NumpyCall`."""
-        if not isinstance(x, Value) or x.step in self._results:
-            return self._results[x.step] if isinstance(x, Value) else x
-        mode, _, name, kind, value = self.writer.steps[x.step]
-        if mode in ("number", "constant"):
-            return {"float": float, "int": int, "bool": bool}[kind](self.numbers[name] if mode == "number" else value)
-        return name or mode  # a parameter
-
-
 _SIGNATURES = {
     "score_mod": "f(score, b, h, q_idx, kv_idx, **tensors) -> score",
     "mask_mod": "f(b, h, q_idx, kv_idx, **tensors) -> condition",
 }
-_PARAMETERS = {"score_mod": ("score", *AXES), "mask_mod": AXES}
+_PARAMETERS = {"score_mod": PARAMETERS, "mask_mod": AXES}
 
 
 def check_function(option: str, function: Any) -> None:
@@ -214,15 +185,3 @@ def trace(
     numbers = {name: tracer.numbers[traced] for name, traced in number_names.items()}
     captured = {name: tracer.accesses[traced] for name, traced in captured_names.items()}
     return Traced(expression if expression.steps else None, numbers, captured, band, tracer.lines)
-
-
-def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
-    """Record a call's functions, by the names of their options; raises what :func:`trace` raises."""
-    known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
-    if len(known) == len(functions):
-        return known
-    tracer = Recorder(arrays)
-    calls = {"score_mod": tracer.score, "mask_mod": tracer.mask}
-    made = {option: tracer.recorded(function, calls[option](function)) for option, function in functions.items()}
-    tracer.check_used()
-    return made
