@@ -26,7 +26,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import REQUESTS, Conversion, check_strides_of, expected_arrays
-from ..extend.calls import PassOption, decided_options, passes, read_forward, split_options
+from ..extend.calls import PassOption, decided_options, read_forward, split_options
 from ..extend.functions import FUNCTIONS
 from ..extend.kernels import concatenate, row_means
 from ..extend.options import Options, ReadOptions, cast, check_converted, check_names
@@ -68,7 +68,7 @@ def derivative(
 
     ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
-    own, finish = passes.in_dtype(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
+    own, finish = builder.in_dtype({name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
     flags: dict[str, Any] = {"layer_option": layer_option, "deterministic": deterministic}
 
@@ -76,14 +76,14 @@ def derivative(
         """A forward pass."""
         builder.part = name
         given = {"q": q, "k": k, "v": values, "out": target} | ({} if stats is None else {"stats": stats})
-        passes.add(builder, given, options, return_stats=stats is not None, **flags)
+        builder.add_pass(given, options, return_stats=stats is not None, **flags)
 
     def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
         """Return the gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
-        passes.add(builder, given | made, options, given_stats="part", **flags)
+        builder.add_pass(given | made, options, given_stats="part", **flags)
         return made["dq"]
 
     if any(name in views for name in WIDENED):

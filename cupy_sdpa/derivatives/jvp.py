@@ -11,6 +11,7 @@ from ..extend import (
     ArrayT,
     Call,
     CallKey,
+    ReadCall,
     Unsupported,
     View,
     call_of,
@@ -25,9 +26,9 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import ReadCall, decided_options, read, run, run_cached, split_options
+from ..extend.calls import decided_options, run_cached, split_options
 from ..extend.options import Options, check_converted, check_names, kept_options
-from ..extend.planning import problems_of, views_of_shapes
+from ..extend.planning import views_of_shapes
 from .derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,
@@ -121,7 +122,7 @@ def attention_jvp(
             "return_stats": return_stats, "return_dstats": return_dstats, "deterministic": deterministic,
         }  # fmt: skip
         call = _call(arrays, options, widened=widened, **flags)
-        results = run(call, tag=tag) if widened is None else results_of(call)
+        results = call.run(tag=tag) if widened is None else results_of(call)
     return tuple(results)
 
 
@@ -226,4 +227,4 @@ def jvp_problems(
     views, own = views_of_shapes(q, k, v, options, dtype=dtype)
     views |= {name: views[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
-    return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))
+    return call_of(attention_jvp, **views, **own, **flags).read().problems

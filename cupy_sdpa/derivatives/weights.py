@@ -17,6 +17,7 @@ from ..extend import (
     Call,
     CallKey,
     Constant,
+    ReadCall,
     Unsupported,
     View,
     call_of,
@@ -30,10 +31,10 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Conversion, Problem
-from ..extend.calls import ReadCall, read, read_forward
+from ..extend.calls import read_forward
 from ..extend.functions import FUNCTIONS, Access, Recorded, relocated
 from ..extend.options import OPTIONS, Band, Options, ReadOptions, check_names, kept_options, refused_by
-from ..extend.planning import problems_of, views_of_shapes
+from ..extend.planning import views_of_shapes
 from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and the options of keys that take their place.
@@ -137,7 +138,7 @@ def weight_sums_problems(
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     _refuse("weight_sums", options)
     views, own = views_of_shapes(q, k, k, options, dtype=dtype)
-    return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
+    return call_of(weight_sums, views["q"], views["k"], **own).read().problems
 
 
 @takes_options

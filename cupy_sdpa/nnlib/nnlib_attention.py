@@ -10,7 +10,7 @@ import numpy as np
 
 from ..attention_functions import attention, attention_backward
 from ..extend import CallKey, call_of, cupy_runtime, read_flag
-from ..extend.calls import run, run_cached
+from ..extend.calls import run_cached
 from ..extend.planning import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .masks import Mask
@@ -174,7 +174,7 @@ def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: An
     options = _mask_options(views["q"], views["k"], bias, mask)
     options |= _compute_options(given["compute_dtype"], given["engine"], views["q"])
     back = functools.partial(_in_axes_of_caller, batch=batch, bias=bias, vectors=3 if backward else 1)
-    return run(call_of(function, **views, **options, **flags), key, back=back)
+    return call_of(function, **views, **options, **flags).run(key, back=back)
 
 
 def _in_axes_of_caller(results: list[Any], *, batch: tuple[int, ...], bias: Any, vectors: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Attention and its gradients: as one problem, or by the steps of a layer's option, in another dtype, or both."""
+"""Read attention and its gradients: as one problem, or by the steps of a layer's option, in another dtype, or both."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from typing import Any
 
 from ..boundary.argument import check_arrays as check_specs
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
-from ..boundary.layouts import VECTORS
 from ..boundary.read_options import ReadOptions
-from ..boundary.user_functions import Gradients, gradient_name, kept_options
+from ..boundary.user_functions import Gradients, kept_options
 from ..hooks import PassOption
-from ..problem.arrays import BACKWARD, FORWARD
 from ..problem.problem import row_stats_dtype, row_stats_shape
-from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
+from ..problem.tensor_spec import dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
+from .attention_steps import KEPT
 from .decided_options import split_options
-from .executor import ReadCall, call_of_problem, composed, read_operands
-from .head_scales import check_request, check_scales, is_per_head, scaled, unscaled_options
+from .executor import ReadCall, call_of_problem, composed, is_any_array, read_operands
+from .head_scales import check_request, check_scales, unscaled_options
 from .program import Builder
-
-#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
-GRADIENT_ARRAYS = (*BACKWARD, "dstats")
-#: The results in the dtype of the program that are kept for the gradients.
-_KEPT = ("q", "k", "v", "out")
 
 
 def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False, deterministic: bool = False) -> ReadCall:
@@ -38,17 +31,17 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
     """
     layer_option, dtype, others = split_options(key.options)
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-    if layer_option is None and dtype is None and not is_per_head(others):
+    if layer_option is None and dtype is None and not _is_per_head(others):
         return call_of_problem(read_forward(**key.named(), options=others, **flags))
     arrays, views, options = _read_operands(key, others, layer_option, dtype, ("out", "stats"), None)
     of_call: dict[str, Any] = {"layer_option": layer_option, "dtype": dtype, **flags}
     results, _ = _results_of(views, options, **of_call)
     if kept:
         assert dtype
-        shapes, device = {name: (results | views)[name].shape for name in _KEPT}, views["q"].storage.device
+        shapes, device = {name: (results | views)[name].shape for name in KEPT}, views["q"].storage.device
         for name, shape in shapes.items():
             results[f"kept {name}"] = View.dense(f"kept {name}", shape, numpy_dtype(dtype), device)
-    return composed(key, arrays, views, results, functools.partial(add, views=views, options=options, **of_call))
+    return composed(key, arrays, views, results, functools.partial(Builder.add_pass, views=views, options=options, **of_call))
 
 
 def parse_backward(
@@ -73,7 +66,7 @@ def parse_backward(
             )
     layer_option, dtype, others = split_options(key.options)
     check_request(others, requests.get("return_dscale", False))
-    if layer_option is None and dtype is None and not of_stats and not is_per_head(others):
+    if layer_option is None and dtype is None and not of_stats and not _is_per_head(others):
         flags.pop("return_dscale", None)
         call = read_backward(**key.named(), options=others, **flags)
         call.given_stats = "whole"
@@ -81,9 +74,14 @@ def parse_backward(
     arrays, views, options = _read_operands(key, others, layer_option, dtype, ("dq", "dk", "dv"), result)
     of_call: dict[str, Any] = {"layer_option": layer_option, "dtype": dtype, **flags}
     results, gradients = _results_of(views, options, gradients=True, result=result, **of_call)
-    build = functools.partial(add, views=views, options=options, **of_call)
+    build = functools.partial(Builder.add_pass, views=views, options=options, **of_call)
     why = read_stats_gradient(views, dtype)
     return composed(key, arrays, views, results, build, gradients=gradients, refusal=why)
+
+
+def _is_per_head(options: Mapping[str, Any]) -> bool:
+    """True if the scale of a call is an array."""
+    return is_any_array(options.get("scale"))
 
 
 def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
@@ -111,7 +109,7 @@ def _read_operands(
 ) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
     given = kept_options(key.array("q"), options)
-    scale = {"scale": given["scale"]} if is_per_head(given) else {}
+    scale = {"scale": given["scale"]} if _is_per_head(given) else {}
     arrays, views, options = read_operands(key.named() | scale, {**given, "scale": 1.0} if scale else given)
     if scale:
         check_scales(views, dtype or dtype_name(views["q"].dtype))
@@ -156,7 +154,7 @@ def _results_of(
     if dtype is None:  # their strides are checked
         dense |= {name: view for name, view in views.items() if name in (*dense, "dq", "dk", "dv")}
     call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
-    results = result_views(call, views, own)
+    results = call.result_views(views, own)
     if requested:  # before the gradients of tensors
         of_tensors = {name: results.pop(name) for name in (call.gradients.results if call.gradients else ())}
         results |= _of_scale(views) | of_tensors
@@ -167,96 +165,3 @@ def _of_scale(views: Mapping[str, View]) -> dict[str, View]:
     """Return the view of the scale's gradient."""
     scale = views["scale"]
     return {"dscale": View.dense("dscale", scale.shape, scale.dtype, scale.storage.device)}
-
-
-def result_views(call: BoundProblem, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-    """Return views of a call's results in order, with a head dim in ``dtype``; check the views of results."""
-    device = views["q"].storage.device
-    results = {
-        spec.name: View.dense(spec.name, spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype), device)
-        for spec in call.problem.results
-    }
-    for of, (shape, of_gradient) in call.gradients.specs.items() if call.gradients else ():
-        results[gradient_name(of)] = View.dense(gradient_name(of), shape, of_gradient, device)
-    table = expected_arrays(call.problem.q, call.problem.k, call.problem.v)
-    for name in ("out", "dq", "dk", "dv"):
-        if name in results and name in views and name in call.result_names:
-            expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
-            check_spec(views[name].spec(name), expected)
-    return {name: results[name] for name in call.result_names}
-
-
-# Builders
-
-
-def add(
-    builder: Builder,
-    views: Mapping[str, View],
-    options: ReadOptions,
-    *,
-    layer_option: PassOption | None = None,
-    dtype: str | None = None,
-    given_stats: GivenStats = "whole",
-    deterministic: bool = False,
-    **outputs: Any,
-) -> None:
-    """Add the steps of a pass: of the gradients if ``dout`` or ``dstats`` is among the views, otherwise of the forward pass.
-
-    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
-    ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
-    """
-    from .stats_gradient import needs_equal, sum_of_sinks, with_rows
-
-    backward, of_stats = "dout" in views, "dstats" in views
-    backward |= of_stats
-    kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
-    given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
-    own, finish = in_dtype(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
-    equal = needs_equal(options, of_layer=layer_option is not None, deterministic=deterministic, **outputs)
-    outputs.pop("return_dscale", None)
-    own, options, unscale = scaled(builder, own, options, views.get("dscale"))
-    own, narrow = with_rows(builder, own, equal=equal)
-    if of_stats:
-        given_stats = "appended" if given_stats == "whole" else given_stats
-    if layer_option is None:
-        read = read_backward if backward else read_forward
-        call = read(**own, options=options, deterministic=deterministic, **outputs)
-        call.given_stats = given_stats
-        call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
-        builder.call("gradients" if backward else "attention", call)
-        if of_stats and call.problem.dsinks and call.problem.trivial and views["dstats"].size:
-            sum_of_sinks(builder, views["dsinks"], views["dstats"], views["stats"])
-    else:
-        layer_option.module.add(builder, own, layer_option.value, options, deterministic=deterministic)
-    narrow()
-    unscale()
-    finish()
-
-
-def in_dtype(
-    builder: Builder,
-    arrays: Mapping[str, View | None],
-    dtype: str | None,
-    results: Sequence[str],
-    kept: Mapping[str, View] | None = None,
-) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return the arrays with a head dim in another dtype, and a function that adds the steps to convert ``results`` back.
-
-    They are converted into the arrays ``kept``, by default into temporaries. Without a dtype nothing is converted.
-    """
-    made: dict[str, Any] = {**arrays}
-    own, back = None if dtype is None else numpy_dtype(dtype), []
-    for name, view in arrays.items():
-        if own is None or view is None or name not in VECTORS or view.dtype == own:
-            continue
-        made[name] = target = kept[name] if kept else builder.temporary(view.shape, own)
-        if name in results:
-            back.append((view, target))
-        else:
-            builder.copy(target, view)
-
-    def finish() -> None:
-        for view, target in back:
-            builder.copy(view, target)
-
-    return made, finish
