@@ -14,10 +14,10 @@ from .core.boundary.options import NO_REQUESTS, special_call, split_requests, ta
 from .core.layout import default_layout
 from .core.options.table import GradientOptions, Options
 from .core.options.values import read_flag
-from .core.problem.arrays import FORWARD
-from .core.programs.calls import Call, operation, run
+from .core.problem.arrays import FORWARD, GRADIENT_ARRAYS
+from .core.programs.calls import Call, operation
 from .core.programs.decided_options import decided_options
-from .core.programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
+from .core.programs.passes import parse_backward, parse_forward
 from .core.replay.call_key import CallKey
 from .core.replay.replay_cache import run_cached
 
@@ -110,7 +110,7 @@ def attention(
         if call.key.tag[0] != "forward":  # FP8 arrays, whose key has their parts
             tag = call.key.tag
             results = run_cached(tag, call.key.arrays, call.key.options)
-        results = run(call, tag=tag) if results is None else call.finish(results)
+        results = call.run(tag=tag) if results is None else call.finish(results)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -225,7 +225,7 @@ def attention_backward(
     if results is None:
         requests, others = split_requests(options)
         call = _backward_call(arrays, others, deterministic=deterministic, **requests)
-        results = run(call, call.key._replace(tag=tag, options=options))
+        results = call.run(call.key._replace(tag=tag, options=options))
     return tuple(results)
 
 

@@ -23,8 +23,7 @@ from .core.options.table import GradientOptions
 from .core.options.values import read_flag
 from .core.problem.problem import Problem
 from .core.programs import stats_gradient
-from .core.programs.calls import call_of, read
-from .core.programs.describe import OF_FORWARD, report_of
+from .core.programs.calls import OF_FORWARD, call_of
 from .core.programs.executor import ReadCall
 from .core.replay.call_report import (
     Report,
@@ -176,7 +175,7 @@ def explain(
         raise ValueError("backward and jvp are True: pass one of them")
     function: Callable[..., Any]
     names: tuple[str, ...] = tuple(results)
-    missing: tuple[str, ...] = ()
+    missing: Sequence[str] = ()
     if backward:
         function, missing = attention_backward, OF_FORWARD
     elif jvp:
@@ -307,19 +306,19 @@ def _described(
     cudnn: str | None,
     missing: Sequence[str] = (),
 ) -> tuple[ReadCall, Report]:
-    """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
+    """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :meth:`.Call.read`."""
     call = call_of(function, *arguments, **options)
     if gpu is None and cudnn is None:
-        read_call = read(call, missing=missing)
-        return read_call, report_of(read_call)
+        read_call = call.read(missing=missing)
+        return read_call, read_call.report()
 
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
 
     if options.get("engine") == "cupy":
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, gpu or cudnn")
-    read_call = read(call, for_gpu=True, missing=missing)
-    return read_call, report_of(read_call, explain_for, lambda: _version_and_capability(gpu, cudnn))
+    read_call = call.read(for_gpu=True, missing=missing)
+    return read_call, read_call.report(explain_for, lambda: _version_and_capability(gpu, cudnn))
 
 
 def _notes(

@@ -13,8 +13,7 @@ from .core.boundary.options import check_spelling, split_requests, takes_options
 from .core.boundary.user_functions import kept_options
 from .core.options.table import GradientOptions, Options
 from .core.problem.problem import Problem
-from .core.programs.calls import call_of, read, run
-from .core.programs.describe import OF_FORWARD, report_of
+from .core.programs.calls import OF_FORWARD, call_of
 from .core.programs.executor import ReadCall
 from .core.replay.call_key import CallKey
 from .core.replay.replay_cache import run_cached
@@ -126,8 +125,8 @@ class Prepared(Generic[ResultT]):
         arguments.
         """
         missing = OF_FORWARD if "dout" in arrays else ()
-        call = read(call_of(function, **arrays, **options, **outputs), missing=missing)
-        report = report_of(call)
+        call = call_of(function, **arrays, **options, **outputs).read(missing=missing)
+        report = call.report()
         if report.reasons:
             raise report.error("\n".join(report.reasons))
         self.problem = call.problem or report.problem
@@ -191,7 +190,7 @@ class Prepared(Generic[ResultT]):
                 )
             call = call_of(self._function, **named, **merged, **self._outputs)
             key = CallKey(tag, (*self._inputs, *_RESULTS, "dstats")[: len(passed)], passed, merged)
-            results = run(call, key, check=functools.partial(self._check, _in_words(named, merged)))
+            results = call.run(key, check=functools.partial(self._check, _in_words(named, merged)))
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
 

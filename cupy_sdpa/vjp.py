@@ -21,13 +21,13 @@ from .core.errors import Unsupported
 from .core.layout import default_layout
 from .core.options.table import GradientOptions, Options
 from .core.options.values import read_flag
-from .core.problem.arrays import FORWARD, REQUESTED_GRADIENTS, REQUESTS
+from .core.problem.arrays import FORWARD, GRADIENT_ARRAYS, REQUESTED_GRADIENTS, REQUESTS
 from .core.problem.tensor_spec import FP8_LARGEST
 from .core.problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .core.programs.calls import Call, results_of
 from .core.programs.decided_options import decided_options
 from .core.programs.head_scales import check_request
-from .core.programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
+from .core.programs.passes import parse_backward, parse_forward
 from .core.replay.call_key import CallKey
 from .core.runtime import cupy_runtime
 from .core.support.batch import NOT_DETERMINISTIC, not_invariant

@@ -31,7 +31,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Conversion, check_strides_of, expected_arrays
-from ..extend.calls import decided_options, passes, read_forward
+from ..extend.calls import decided_options, read_forward
 from ..extend.kernels import row_means
 from ..extend.options import Options, ReadOptions, check_converted
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
@@ -73,21 +73,21 @@ def derivative(
     ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
     dtype, options = options.compute_dtype, dataclasses.replace(options, compute_dtype=None)
-    own, finish = passes.in_dtype(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
+    own, finish = builder.in_dtype({name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
         """A forward pass."""
         builder.part = name
         given = {"q": q, "k": k, "v": values, "out": target} | ({} if stats is None else {"stats": stats})
-        passes.add(builder, given, options, return_stats=stats is not None, deterministic=deterministic)
+        builder.add_pass(given, options, return_stats=stats is not None, deterministic=deterministic)
 
     def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
         """Return the gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
-        passes.add(builder, given | made, options, given_stats="part", deterministic=deterministic)
+        builder.add_pass(given | made, options, given_stats="part", deterministic=deterministic)
         return made["dq"]
 
     if any(name in views for name in WIDENED):

@@ -11,6 +11,7 @@ from ..extend import (
     ArrayT,
     Call,
     CallKey,
+    ReadCall,
     View,
     composed,
     numpy_dtype,
@@ -23,7 +24,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import ReadCall, decided_options, run, run_cached
+from ..extend.calls import decided_options, run_cached
 from ..extend.options import Options, check_converted
 from ..extend.planning import problems_of_shapes
 from .derivative import (
@@ -118,7 +119,7 @@ def attention_jvp(
             "return_stats": return_stats, "return_dstats": return_dstats, "deterministic": deterministic,
         }  # fmt: skip
         call = _jvp_call(arrays, options, widened=widened, **flags)
-        results = run(call, tag=tag) if widened is None else results_of(call)
+        results = call.run(tag=tag) if widened is None else results_of(call)
     return tuple(results)
 
 

@@ -17,6 +17,7 @@ from ..extend import (
     Call,
     CallKey,
     Constant,
+    ReadCall,
     Unsupported,
     View,
     composed,
@@ -29,7 +30,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import ReadCall, read_forward
+from ..extend.calls import read_forward
 from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
 from ..extend.planning import problems_of_shapes

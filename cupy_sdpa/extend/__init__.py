@@ -6,7 +6,7 @@ modules of this folder have what only the package's own layers need, such as ``k
 any other name of the core, and the names of these modules, may change without notice.
 
 ========== ===================================================================================================================
-operation  operation, Call, CallKey, call_of, results_of, read_operands, composed
+operation  operation, Call, CallKey, ReadCall, call_of, results_of, read_operands, composed
 steps      Builder, View, Check, Constant
 options    takes_options, read_count, read_flag, read_positive, is_one_of
 arrays     Array, ArrayT, Axes, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
@@ -29,7 +29,7 @@ from ..core.problem.problem import row_stats_dtype, row_stats_shape
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..core.problem.view import View
 from ..core.programs.calls import Call, call_of, operation, results_of
-from ..core.programs.executor import composed, read_operands
+from ..core.programs.executor import ReadCall, composed, read_operands
 from ..core.programs.program import Builder
 from ..core.programs.steps import Check, Constant
 from ..core.replay.call_key import CallKey
@@ -49,6 +49,7 @@ __all__ = [
     "Constant",
     "Expected",
     "Parts",
+    "ReadCall",
     "Struct",
     "Unsupported",
     "View",

@@ -1,34 +1,23 @@
 """Calls of layers: calls that are read in several places, the programs that a layer keeps, and how a pass is computed.
 
 ========== ===================================================================================================================
-calls      Operands, ReadCall, read, run, run_cached, read_forward, read_backward, BoundProblem, GivenStats
-programs   Program, BoundPrograms, keep_recent
-passes     passes, decided_options
+calls      run_cached, BoundPrograms, read_forward, read_backward, read_stats_gradient, BoundProblem
+passes     decided_options
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.arguments import read_backward, read_forward
-from ..core.boundary.call import BoundProblem, GivenStats
-from ..core.programs import passes
-from ..core.programs.calls import read, run
+from ..core.boundary.call import BoundProblem
 from ..core.programs.decided_options import decided_options
-from ..core.programs.executor import Operands, ReadCall
-from ..core.programs.program import Program
-from ..core.replay.replay_cache import BoundPrograms, keep_recent, run_cached
+from ..core.programs.passes import read_stats_gradient
+from ..core.replay.replay_cache import BoundPrograms, run_cached
 
 __all__ = [
     "BoundProblem",
     "BoundPrograms",
-    "GivenStats",
-    "Operands",
-    "Program",
-    "ReadCall",
     "decided_options",
-    "keep_recent",
-    "passes",
-    "read",
     "read_backward",
     "read_forward",
-    "run",
+    "read_stats_gradient",
     "run_cached",
 ]

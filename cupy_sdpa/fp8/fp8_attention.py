@@ -14,6 +14,7 @@ from ..extend import (
     Axes,
     Call,
     CallKey,
+    ReadCall,
     Unsupported,
     View,
     composed,
@@ -27,7 +28,7 @@ from ..extend import (
     results_of,
     takes_options,
 )
-from ..extend.calls import ReadCall, passes, read_backward
+from ..extend.calls import read_backward, read_stats_gradient
 from ..extend.options import Options, check_names
 from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
@@ -173,7 +174,7 @@ class _Request(NamedTuple):
         inner = {name: view for name, view in views.items() if name != "out"}
         call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
         on_gpu = views["k"].storage.device is not None
-        results = passes.result_views(call, views, numpy_dtype(out_dtype or dtype, on_gpu=on_gpu))
+        results = call.result_views(views, numpy_dtype(out_dtype or dtype, on_gpu=on_gpu))
         amax = {"amax_out": results.pop("amax_out")}
         results |= amax if self.return_amax else {}  # the last one
         of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
@@ -268,7 +269,7 @@ def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
     one = View.dense("factor", (1,), np.float32, device)
     of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": True}
     call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
-    of_kernel = passes.result_views(call, views, q.dtype)
+    of_kernel = call.result_views(views, q.dtype)
     results = {x: of_kernel[x] for x in ("out", "stats")}
     results |= {f"kept {x}": View.dense(f"kept {x}", shape, storage, device) for x, shape in shapes.items()}
     results["factors"] = View.dense("factors", (6 * FACTOR_STEP,), np.float32, device)
@@ -305,9 +306,9 @@ def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) ->
     for name in ("q", "k", "v"):
         own[name] = View.dense(name, views[name].shape, out.dtype, views[name].storage.device)
     call = read_backward(**own, options=options, **outputs)
-    refusal = passes.read_stats_gradient({**views, **own}, None)
+    refusal = read_stats_gradient({**views, **own}, None)
     build = functools.partial(backward, views=views, options=options, dtype=dtype, **outputs)
-    results = passes.result_views(call, views, out.dtype)
+    results = call.result_views(views, out.dtype)
     return composed(key, arrays, views, results, build, gradients=call.gradients, refusal=refusal)
 
 

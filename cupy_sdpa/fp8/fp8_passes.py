@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..extend import Builder, Check, Expected, View, numpy_dtype, row_stats_shape
-from ..extend.calls import BoundProblem, passes, read_forward
+from ..extend.calls import BoundProblem, read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
 
@@ -97,7 +97,7 @@ def forward(
     """Add the steps of the forward pass; returns the call of the kernel.
 
     Args:
-        builder, options, return_stats: as for :func:`.passes.add`.
+        builder, options, return_stats: as for :meth:`.Builder.add_pass`.
         views: q, k, v, their factors (:data:`FACTORS`), and the results: out, amax_out unless it is temporary, and stats, max
             and sum_exp if they are computed. Without descale_q, q is converted first. :data:`MEAN` if a mean was subtracted
             from v, which is added to the output: with the axes of v, constant along the keys, equal in all pages of a sequence.
@@ -230,7 +230,7 @@ def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, 
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
     ``views`` are dout, out, stats and the results; and q, k, v in FP8, "factors", and "mean" if one was subtracted from v. The
-    flags are as for :func:`.passes.add`.
+    flags are as for :meth:`.Builder.add_pass`.
     """
     given = {**views}
     mean = given.pop("mean", None)
@@ -241,7 +241,7 @@ def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, 
         rotation = 1 if name == "v" else fp8_kernels.rotation_of(elements.shape[0])
         of_values = _along_keys(mean, elements.shape) if name == "v" and mean is not None else None
         builder.run(fp8_kernels.dequantize, elements, target, descale, rotation, dtype, of_values, writes=(target,))
-    passes.add(builder, given, options, given_stats="other", **flags)
+    builder.add_pass(given, options, given_stats="other", **flags)
 
 
 def _along_keys(mean: View, shape: tuple[int, ...]) -> View:

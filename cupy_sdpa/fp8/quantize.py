@@ -15,6 +15,7 @@ from ..extend import (
     Builder,
     Call,
     CallKey,
+    ReadCall,
     View,
     arrays_on_gpu,
     as_int32,
@@ -29,7 +30,6 @@ from ..extend import (
     results_of,
 )
 from ..extend.arrays import FP8_LARGEST, Layout, check_strides_of, takes_default
-from ..extend.calls import ReadCall
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, expected_lengths, mean_shape

@@ -17,6 +17,7 @@ from ..extend import (
     Check,
     Expected,
     Parts,
+    ReadCall,
     View,
     check_arrays,
     composed,
@@ -29,7 +30,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.calls import ReadCall, passes, read_forward
+from ..extend.calls import read_forward
 from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
 from ..fp8.array import Fp8Array
 from .shared_prefix_kernel import divide
@@ -129,7 +130,7 @@ def _parse_shared_prefix(key: CallKey, *, shared_prefix: int, return_stats: bool
             results: dict[str, Any] = {name: views.get(name) for name in ("out", "stats")}
             builder.attend("attention", views["q"], views["k"], views["v"], options, **results)
 
-    return composed(key, arrays, views, passes.result_views(call, views, views["q"].dtype), build)
+    return composed(key, arrays, views, call.result_views(views, views["q"].dtype), build)
 
 
 def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions, pages: int) -> None:

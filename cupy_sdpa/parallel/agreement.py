@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..extend import CallKey, cupy_runtime, is_one_of
-from ..extend.calls import Operands, Program, ReadCall, keep_recent
-from ..extend.options import check_converted, kept_options, read_compute_dtype
+from ..extend import CallKey, ReadCall, cupy_runtime, is_one_of
+from ..extend.calls import BoundPrograms
+from ..extend.options import check_converted, read_compute_dtype
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
-from .group_arguments import HostOffsets, configure, key_of, read_member_operands
+from .group_arguments import HostOffsets, configure, read_member_operands
 from .group_report import choose
 from .member import Member
 
@@ -23,8 +23,8 @@ from .member import Member
 TEXT_BYTES = 4096
 #: What the text of a member that cannot make the call begins with.
 REFUSED = "refused: "
-#: The maximum number of configurations that are kept.
-_MAX_CONFIGURATIONS = 256
+#: The maximum number of texts that are remembered.
+_MAX_TEXTS = 1024
 
 
 class Agreement:
@@ -36,53 +36,71 @@ class Agreement:
 
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
-        self._members: dict[Any, Member] = {}
-        #: The texts of calls without a program that were compared.
+        #: The texts that were compared.
         self._texts: dict[str, None] = {}
         #: The arguments of the present call.
         self._arguments: Iterable[Any] = ()
+        #: What this member computes in the last call that was parsed.
+        self.member: Member | None = None
 
-    @contextlib.contextmanager
-    def announced(self, arguments: Iterable[Any]) -> Iterator[None]:
-        """A call of the group with these arguments. Errors from before it is compared are told to the other members: they must
-        not wait for this one, or use what it sends next.
-        """
+    def begin(self, arguments: Iterable[Any]) -> None:
+        """Begin a call of the group with these arguments; GroupError if a member failed."""
         self._channel.begun, self._arguments = False, arguments
-        try:
-            self._channel.check()
-            yield
-        except BaseException as failure:
-            if isinstance(failure, Exception) and not isinstance(failure, GroupError) and not self._channel.begun:
-                with contextlib.suppress(ValueError, GroupError):  # its own error is raised
-                    self.compare(f"{REFUSED}{type(failure).__name__}: {failure}")
-            with cupy_runtime.device_context(self._array()):
-                self._channel.abandon()
-            raise
+        self._channel.check()
 
-    def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request, operands: Operands) -> Member:
-        """Return what this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
+    def fail(self, failure: BaseException) -> None:
+        """End a call that raised. Errors from before it is compared are told to the other members: they must not wait for this
+        one, or use what it sends next.
+        """
+        if isinstance(failure, Exception) and not isinstance(failure, GroupError) and not self._channel.begun:
+            with contextlib.suppress(ValueError, GroupError):  # its own error is raised
+                self.compare(f"{REFUSED}{type(failure).__name__}: {failure}")
+        with cupy_runtime.device_context(self._array()):
+            self._channel.abandon()
 
-        ``operands`` are these arrays and options after they were read.
+    def decided(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
+        self._arguments = arrays.values()  # of numpy or CuPy
+        decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
+        dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
+        if options.get("block_mask") is None and dtype is options.get("compute_dtype"):
+            return options
+        return decided if dtype is None else {**decided, "compute_dtype": dtype}
+
+    def parse(self, of: Request, programs: BoundPrograms, key: CallKey) -> ReadCall:
+        """Check the arrays and the decided options of a call, and build the program of this member.
+
+        Args:
+            of: what the call asks for.
+            programs: the programs of the group.
+            key: the call.
 
         Raises:
             TypeError, ValueError, Unsupported: arguments are invalid, or no method supports them.
         """
-        self._arguments = arrays.values()
-        key = key_of(arrays, options, of)
-        if (member := self._members.get(key)) is None:
-            config = configure(self._channel.rank, self._channel.size, operands, options, of)
-            choice = choose(config, self._method if of.method is None else read_method(of.method))
-            member = Member(config, choice, self._channel, of, self.compare if self._check else None)
-            if key is not None:
-                keep_recent(self._members, key, member, _MAX_CONFIGURATIONS)
-        return member
+        options: dict[str, Any] = {
+            name: value.array if isinstance(value, HostOffsets) else value for name, value in key.options.items()
+        }
+        of = of._replace(dtype=options.pop("compute_dtype", None))
+        arrays, views, read = read_member_operands(key.named(), options)
+        if of.dtype is not None:
+            check_converted({name: views[name] for name in key.names})
+        config = configure(self._channel.rank, self._channel.size, views, read, options, of)
+        choice = choose(config, self._method if of.method is None else read_method(of.method))
+        self.member = Member(config, choice, self._channel, of, self.agree, tagged=self._check)
+        return self.member.read(key, arrays, views, read, programs)
 
     def agree(self, text: str) -> None:
-        """Compare the text of a call without a program, unless it was compared before."""
+        """Compare the text of a call, unless it was compared before.
+
+        Members compare a text together, so they remember the same texts.
+        """
         if text not in self._texts:
             self.compare(text)
+            self._texts[text] = None
+            if len(self._texts) > _MAX_TEXTS:
+                del self._texts[next(iter(self._texts))]
         self._channel.begun = True
-        keep_recent(self._texts, text, None, _MAX_CONFIGURATIONS)
 
     def compare(self, text: str) -> None:
         """Compare the text of a call with the texts of the other members, see :func:`compare_texts`."""
@@ -95,44 +113,6 @@ class Agreement:
     def _array(self) -> Any:
         """Return an array of the engine of the present call."""
         return next((x for x in self._arguments if cupy_runtime.is_array(x)), np.empty(0))
-
-
-class Parser:
-    """Checks the arrays and the decided options of a call of the group, and builds the program of this member.
-
-    Args:
-        agreement: the group's agreement.
-        of: what the call asks for.
-        programs: keeps the programs of the group.
-
-    Attributes:
-        member: what this member computes, after a call was parsed.
-    """
-
-    def __init__(self, agreement: Agreement, of: Request, programs: dict[Hashable, Program]) -> None:
-        self._agreement, self._of, self._programs = agreement, of, programs
-        self.member: Member | None = None
-
-    def __call__(self, key: CallKey) -> ReadCall:
-        """Return the call of this member."""
-        arrays = key.named()
-        given = {name: value.array if isinstance(value, HostOffsets) else value for name, value in key.options.items()}
-        options = kept_options(key.array("q"), given)
-        dtype = options.pop("compute_dtype", None)
-        operands = read_member_operands(arrays, options)
-        if dtype is not None:
-            check_converted({name: operands.views[name] for name in arrays})
-        self.member = self._agreement.member(arrays, options, self._of._replace(dtype=dtype), operands)
-        return self.member.read(key, operands, self._programs)
-
-
-def agreed_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
-    decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
-    dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
-    if options.get("block_mask") is None and dtype is options.get("compute_dtype"):
-        return options
-    return decided if dtype is None else {**decided, "compute_dtype": dtype}
 
 
 def compare_texts(channel: Channel, text: str, like: Any) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..extend import Builder, Constant, View, numpy_dtype, row_stats_dtype
 from ..extend.arrays import Problem
-from ..extend.calls import Operands
 from ..extend.functions import Recorded
 from ..extend.options import ReadOptions
 from ..helpers import dropout_mask
@@ -198,19 +197,20 @@ class Configuration:
         lengths = tuple(zip(self.queries.lengths, self.keys.lengths, strict=True)) if self.packed else None
         return Part(Selection([]), Selection([]), self.problem.band, (0, 0), None, 0, lengths)
 
-    def with_dropout_mask(self, operands: Operands) -> Operands:
+    def with_dropout_mask(
+        self, arrays: dict[str, Any], views: dict[str, View], options: ReadOptions
+    ) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
         """Return the operands with the dropout mask of the whole sequences instead of the seed, on the CPU."""
-        if not self.drawn or self.on_gpu:
-            return operands
+        if not self.drawn or self.on_gpu or self.size == 1:
+            return arrays, views, options
         _, _, hq, hkv, sq, skv, entries = self.problem.sizes
         shapes = (1, hq, sq, entries), (1, hkv, skv, entries)
         q, k = (np.zeros(shape, np.float32, order="F") for shape in shapes)
-        arrays, views, options = operands
         seeds = {name: arrays.get(name, options[name]) for name in _SEEDS if name in options}
         mask = dropout_mask(q, k, dropout_p=options.settings.dropout, **seeds)
         arrays = {name: x for name, x in arrays.items() if name not in _SEEDS} | {"dropout_mask": mask}
         views = {name: View.of(name, x) for name, x in arrays.items()}
-        return Operands(arrays, views, options.without(*_SEEDS) | {"dropout_mask": views["dropout_mask"]})
+        return arrays, views, options.without(*_SEEDS) | {"dropout_mask": views["dropout_mask"]}
 
     def key_specs(self, rank: int, dtype: Any = None) -> list[Spec]:
         """Return the shapes and dtypes of the keys and values that a member holds, or of their gradients."""

@@ -7,12 +7,11 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ..extend import Builder, Call, CallKey, Unsupported, View, cupy_runtime, read_flag
+from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of
 from ..extend.arrays import REQUESTS, check_strides_of, has_own_axes, takes_default
-from ..extend.calls import BoundPrograms, ReadCall, read, run, run_cached
-from ..extend.kernels import copy_by_rows
+from ..extend.calls import BoundPrograms
 from ..extend.options import kept_options
-from .agreement import Agreement, Parser, agreed_options
+from .agreement import Agreement
 from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
@@ -62,8 +61,12 @@ def _collective(function: F) -> F:
 
     @functools.wraps(function)
     def call(self: ContextParallel, *arrays: Any, **options: Any) -> Any:
-        with self._agreement.announced((*arrays, *options.values())):
+        try:
+            self._agreement.begin((*arrays, *options.values()))
             return function(self, *arrays, **options)
+        except BaseException as failure:
+            self._agreement.fail(failure)
+            raise
 
     return cast("F", call)
 
@@ -157,7 +160,7 @@ class ContextParallel:
         (True, True)
         """
         return_stats = read_flag("return_stats", return_stats)
-        out, stats = self._results({"q": q, "k": k, "v": v}, options, Request(False, method, seqlen_q, seqlen_kv))
+        out, stats = results_of(self._call({"q": q, "k": k, "v": v}, options, Request(False, method, seqlen_q, seqlen_kv)))
         return (out, stats) if return_stats else out
 
     @_collective
@@ -221,7 +224,7 @@ class ContextParallel:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
         of = Request(True, method, seqlen_q, seqlen_kv, deterministic=deterministic, return_dsinks=return_dsinks)
-        return tuple(self._results(arrays, options, of))
+        return tuple(results_of(self._call(arrays, options, of)))
 
     @_collective
     @takes_default
@@ -300,23 +303,19 @@ class ContextParallel:
         forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv))
         missing = ("dout", "out", "stats")
         backward = self._call({**arrays, **dict.fromkeys(missing)}, options, Request(True, method, seqlen_q, seqlen_kv))
-        calls = read(forward), read(backward, missing=missing)
-        member = cast("Parser", forward.parse).member
+        calls = forward.read(), backward.read(missing=missing)
+        member = self._agreement.member
         assert member
         return report(member.config, member.choice, *calls)
 
-    def _results(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
-        """Return the results of a call that all members make."""
-        options = _with_offsets(options)
-        results = run_cached(of, (*arrays.values(),), options, self._programs)
-        return run(self._call(arrays, options, of)) if results is None else results
-
     def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
         """Return a call as a value."""
-        key = CallKey(of, (*arrays,), (*arrays.values(),), _with_offsets(options))
-        parser = Parser(self._agreement, of, self._programs.built)
+        if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:  # their values belong to the key
+            options = {name: HostOffsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
+        key = CallKey(of, (*arrays,), (*arrays.values(),), options)
+        parse = functools.partial(self._agreement.parse, of, self._programs)
         check = functools.partial(check_engine, options)
-        return Call(key, parser, of.results, agreed_options, check=check, programs=self._programs)
+        return Call(key, parse, of.results, self._agreement.decided, check=check, programs=self._programs)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """Return this member's part of an array that every member has.
@@ -349,10 +348,13 @@ class ContextParallel:
                 f"x has shape {x.shape}, {x.shape[along]} positions along axis {along}; cu_seqlens has {layout.total}"
             )
         shape = (*x.shape[:along], layout.share(self.rank), *x.shape[along + 1 :])
-        own = _new_like(x, shape)
-        for local, positions in layout.slices(self.rank):
-            copy_by_rows(own[_slices(along, local)], x[_slices(along, positions)])
-        return own
+        with cupy_runtime.device_context(x):
+            arrays = {"q": x, "own": _new_like(x, shape)}
+            whole, own = (View.of(name, array) for name, array in arrays.items())
+            builder = Builder(whole.storage.device)
+            for local, positions in layout.slices(self.rank):
+                builder.copy_part(own[_slices(along, local)], whole[_slices(along, positions)])
+            return ReadCall(builder.build(), arrays, {"own": own}).run()[0]
 
     @_collective
     def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
@@ -401,7 +403,7 @@ class ContextParallel:
             messages = steps.gather(steps.message_of([own]), [[(shape, x.dtype)] for shape in shapes], "unshard")
             for peer, message in enumerate(messages):
                 for local, positions in layout.slices(peer):
-                    steps.copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
+                    steps.builder.copy_part(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
             return ReadCall(steps.builder.build(), arrays, {"whole": whole}).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
@@ -442,13 +444,6 @@ class ContextParallel:
         if cu_seqlens is not None:
             return ShardLayout(packed_lengths("cu_seqlens", cu_seqlens), self.size, packed=True)
         return ShardLayout((read_length("seqlen", length),), self.size)
-
-
-def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options with the values of the offsets of packed sequences in the key of the call."""
-    if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
-        return {name: HostOffsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
-    return options
 
 
 #: The flags of gradients that a group does not sum over its members.

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..extend import Unsupported, View, check_arrays, cupy_runtime, in_words, numpy_dtype, read_operands
+from ..extend import Unsupported, View, check_arrays, cupy_runtime, numpy_dtype, read_operands
 from ..extend.arrays import Problem, check_strides_of, expected_arrays
-from ..extend.calls import Operands, read_forward
+from ..extend.calls import read_forward
 from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, ReadOptions, refused_by
 from .configuration import Configuration, Request
@@ -37,13 +37,16 @@ class HostOffsets:
         return str(self.array.dtype), self.array.tobytes()
 
 
-def read_member_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
-    """Read the arrays and the options of a call; the offsets of whole sequences are read where these are cut, on the host."""
+def read_member_operands(
+    arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
+    """:func:`.read_operands` of a member, without the offsets of whole sequences, which are read where these are cut."""
     passed = [name for name in CU_SEQLENS if options.get(name) is not None]
     stand_ins = dict.fromkeys(passed, arrays["q"])  # any array on the right device, because only its presence counts
     operands, views, read = read_operands(arrays, {**options, **stand_ins})
-    of_member = {name: x for name, x in operands.items() if name not in CU_SEQLENS}
-    return Operands(of_member, {name: views[name] for name in of_member}, read.without(*CU_SEQLENS))
+    for name in passed:
+        del operands[name], views[name]
+    return operands, views, read.without(*CU_SEQLENS)
 
 
 def check_engine(options: Mapping[str, Any]) -> None:
@@ -55,10 +58,12 @@ def check_engine(options: Mapping[str, Any]) -> None:
         )
 
 
-def configure(rank: int, size: int, operands: Operands, options: Mapping[str, Any], of: Request) -> Configuration:
+def configure(
+    rank: int, size: int, views: Mapping[str, View], read: ReadOptions, options: Mapping[str, Any], of: Request
+) -> Configuration:
     """Validate the arguments of a call: q, k and v, and in the backward pass dout, out and stats; and its options.
 
-    ``options`` are the options before they were read, with recorded functions.
+    ``read`` are the options as :func:`read_member_operands` returned them, and ``options`` those before.
 
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
@@ -66,7 +71,7 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     for name, reason in refused_by("ContextParallel").items():
         if OPTIONS[name].is_passed(options.get(name)):
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
-    given = {name: operands.views[name] for name in of.arrays}
+    given = {name: views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")
     packed = any(options.get(name) is not None for name in CU_SEQLENS)
     for name, array in given.items():
@@ -79,7 +84,7 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
         if name in given and given[name].shape[2] != layout.share(rank):
             _raise_share(name, given[name].shape, layout, rank, packed)
-    problem = _problem(given, operands.options, queries, keys, of.dtype)
+    problem = _problem(given, read, queries, keys, of.dtype)
     on_gpu = q.storage.device is not None
     drawn = bool(problem.settings.dropout) and options.get("dropout_mask") is None
     if drawn and on_gpu and size > 1:
@@ -94,8 +99,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
     positional = drawn or any(OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
-    text, functions = _text(problem, options, queries, keys), operands.options.functions
-    return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
+    text = _text(problem, {**options, **read.functions}, queries, keys)
+    return Configuration(rank, problem, queries, keys, diagonals, read.functions, positional, drawn, on_gpu, text)
 
 
 def read_length(name: str, value: Any) -> int:
@@ -210,24 +215,3 @@ def abbreviated(value: Any) -> str:
     """Return a value as text; a long one ends with its checksum."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:160]} ..., checksum {zlib.crc32(text.encode()):08x}"
-
-
-def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Any:
-    """Return a hashable value that is equal for calls with the same configuration, or None."""
-    key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
-    tensors = {f"tensors: {name}": x for name, x in (options.get("tensors") or {}).items()}
-    others = {name: value for name, value in options.items() if value is not None and name != "tensors"}
-    for name, value in {**arrays, **others, **tensors}.items():
-        if name in arrays and (remedy := getattr(type(value), "_not_an_array", None)):
-            raise TypeError(f"{name} is {in_words(value)}; {remedy}")
-        if name in CU_SEQLENS and not cupy_runtime.is_array(value):
-            key.append((name, np.asarray(value).tobytes()))
-        elif hasattr(value, "dtype") and not isinstance(value, np.generic):
-            key.append((name, value.shape, value.dtype.name, value.dtype.str))
-        else:
-            key.append((name, tuple(value) if isinstance(value, list) else value or repr(value)))  # 0.0 and -0.0 differ
-    try:
-        hash(found := tuple(key))
-    except TypeError:
-        return None
-    return found

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..extend import Unsupported
-from ..extend.calls import ReadCall
-from ..extend.planning import Report, report_of
+from ..extend import ReadCall, Unsupported
+from ..extend.planning import Report
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent
 from .parts import Part
@@ -144,9 +143,9 @@ def report(config: Configuration, choice: Choice, forward: ReadCall, backward: R
     text = f"member {config.rank} of {config.size}: {config.problem}"
     calls = {"forward": forward, "backward": backward}
     launches: dict[str, tuple[Report, ...]] = {
-        name: (report_of(call),) if call.program.launches else () for name, call in calls.items()
+        name: (call.report(),) if call.program.launches else () for name, call in calls.items()
     }
-    first, second = (Cost(bytes_sent(x.program), x.program.memory_bytes, len(x.program.launches)) for x in (forward, backward))
+    first, second = (Cost(bytes_sent(x), x.program.memory_bytes, len(x.program.launches)) for x in (forward, backward))
     return ParallelReport(choice.method, choice.reason, config.refusals, first, second, made, launches, text)
 
 

@@ -16,7 +16,7 @@ from ..extend import View, row_stats_shape
 from ..extend.arrays import KEY_ARRAYS
 from ..extend.options import ReadOptions
 from .configuration import Configuration
-from .member_steps import MemberSteps, Message, attend, attend_backward
+from .member_steps import MemberSteps, Message, attend
 from .shards import ShardLayout
 
 Views = Mapping[str, View]
@@ -38,10 +38,11 @@ def heads_forward(steps: MemberSteps, config: Configuration, views: Views, optio
 def heads_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
     """Add the steps for the gradients of the member's queries, keys and values."""
     builder, names = steps.builder, ("dout", "q", "k", "v", "out", "stats")
-    arrays = to_heads(steps, config, views, names, "all-to-all: q, k, v, out, log-sum-exp and gradient", config.heads)
-    made = {f"d{name}": builder.temporary(x.shape, x.dtype) for name, x in zip("qkv", arrays[1:4], strict=True)}
+    label = "all-to-all: q, k, v, out, log-sum-exp and gradient"
+    arrays = dict(zip(names, to_heads(steps, config, views, names, label, config.heads), strict=True))
+    made = {f"d{name}": builder.temporary(arrays[name].shape, arrays[name].dtype) for name in "qkv"}
     given = config.head_options(builder, options)
-    attend_backward(builder, (*arrays, *made.values()), given, deterministic=deterministic, given_stats="whole")
+    builder.add_pass(arrays | made, given, deterministic=deterministic, given_stats="whole")
     to_positions(steps, config, made, views, "all-to-all: gradients", config.heads)
 
 
@@ -64,7 +65,7 @@ def to_heads(
     for peer, message in enumerate(messages):
         for whole, found, (_, _, layout) in zip(made, message.arrays, arrays, strict=True):
             for local, positions in layout.slices(peer):
-                steps.copy(_part(config, whole, positions=positions), _part(config, found, positions=local))
+                steps.builder.copy_part(_part(config, whole, positions=positions), _part(config, found, positions=local))
     return made
 
 
@@ -76,7 +77,7 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
         message = steps.message([(_shape(config, x, slice(None), layout.share(peer)), x.dtype) for _, x, _, layout in arrays])
         for target, (_, x, _, layout) in zip(message.arrays, arrays, strict=True):
             for local, positions in layout.slices(peer):
-                steps.copy(_part(config, target, positions=local), _part(config, x, positions=positions))
+                steps.builder.copy_part(_part(config, target, positions=local), _part(config, x, positions=positions))
         own.append(message)
         specs.append([(_shape(config, result, heads(peer)[side], None), x.dtype) for result, x, side, _ in arrays])
     messages = steps.all_to_all(own, specs, label)
@@ -90,7 +91,7 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
             if own_heads.start < known:
                 steps.builder.add(part, message.arrays[index])
             else:
-                steps.copy(part, message.arrays[index])
+                steps.builder.copy_part(part, message.arrays[index])
             known = own_heads.stop
         if shared:
             steps.builder.copy(result, target)

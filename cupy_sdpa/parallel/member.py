@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..extend import Axes, Builder, CallKey, View, composed, cupy_runtime, row_stats_shape
-from ..extend.calls import Operands, Program, ReadCall, passes
+from ..extend import Axes, Builder, CallKey, ReadCall, View, composed, cupy_runtime, row_stats_shape
+from ..extend.calls import BoundPrograms
 from ..extend.options import ReadOptions
 from .channel import Channel
 from .configuration import Configuration, Request
 from .group_report import Choice
 from .heads import heads_backward, heads_forward
-from .member_steps import MemberSteps, attend, attend_backward
+from .member_steps import MemberSteps, attend
 from .ring import gather_backward, gather_forward, ring_backward, ring_forward
 
 Views = Mapping[str, View]
@@ -31,29 +31,31 @@ class Member:
 
     Args:
         config, choice, channel, of: the configuration, the method, the exchanges, and what the call asks for.
-        compare: compares the shapes and options, in words, with the other members'. None if members do not compare.
+        agree: compares the shapes and options, in words, with the other members' when a call begins.
+        tagged: whether the first exchange of a call compares their checksum.
     """
 
     def __init__(
-        self, config: Configuration, choice: Choice, channel: Channel, of: Request, compare: Callable[[str], object] | None
+        self,
+        config: Configuration,
+        choice: Choice,
+        channel: Channel,
+        of: Request,
+        agree: Callable[[str], None],
+        *,
+        tagged: bool,
     ) -> None:
-        self.config, self.choice, self.of, self._channel, self._compare = config, choice, of, channel, compare
+        self.config, self.choice, self.of, self._channel, self._agree = config, choice, of, channel, agree
         flags = f"deterministic {of.deterministic}, return_dsinks {of.return_dsinks}"
         self._text = f"{config.text}\n{'backward' if of.backward else 'forward'}, method {choice.method}\n{flags}"
-        self._is_compared = compare is None
+        self._tag = zlib.crc32(self._text.encode()) >> 1 if tagged else None
 
-    def begin(self) -> None:
-        """Begin a call: the first one is compared with the other members' calls."""
-        if not self._is_compared:
-            assert self._compare
-            self._compare(self._text)
-            self._is_compared = True
-        self._channel.begun = True
-
-    def read(self, key: CallKey, operands: Operands, programs: dict[Hashable, Program]) -> ReadCall:
+    def read(
+        self, key: CallKey, arrays: dict[str, Any], views: dict[str, View], options: ReadOptions, programs: BoundPrograms
+    ) -> ReadCall:
         """Return the call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
         config, of = self.config, self.of
-        arrays, views, options = config.with_dropout_mask(operands) if config.size > 1 else operands
+        arrays, views, options = config.with_dropout_mask(arrays, views, options)
         q, k, v = (views[name] for name in "qkv")
         device = q.storage.device
         shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape, "out": (v.shape[0], *q.shape[1:])}
@@ -66,10 +68,10 @@ class Member:
     def _add(self, builder: Builder, views: Views, options: ReadOptions) -> None:
         """Add the steps of the call."""
         config, of = self.config, self.of
-        steps = MemberSteps(builder, self._channel, zlib.crc32(self._text.encode()) >> 1 if self._compare else None)
+        steps = MemberSteps(builder, self._channel, self._tag)
         if config.size > 1:
-            builder.run(self.begin, writes=(), on_host=True)
-        own, finish = passes.in_dtype(builder, views, of.dtype, of.results)
+            builder.run(self._agree, self._text, writes=(), on_host=True)
+        own, finish = builder.in_dtype(views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
         with Axes("dhsb").context():  # parts of the options of the whole call
@@ -86,8 +88,8 @@ def _alone(steps: MemberSteps, config: Configuration, views: Views, options: Rea
     longest = {"max_seqlen_q": settings.max_seqlen_q, "max_seqlen_kv": settings.max_seqlen_kv}
     given = options | config.everything.packing(builder) | longest
     if backward:
-        arrays = [views[name] for name in ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")]
-        attend_backward(builder, arrays, given, given_stats="whole", **backward)
+        arrays = {name: views[name] for name in ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")}
+        builder.add_pass(arrays, given, given_stats="whole", **backward)
     else:
         attend(builder, (views["q"], views["k"], views["v"]), views["out"], views["stats"], given)
 

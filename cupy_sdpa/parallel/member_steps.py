@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, View
-from ..extend.arrays import REQUESTS
-from ..extend.calls import GivenStats, Program, passes
-from ..extend.kernels import copy_by_rows
+from ..extend import Builder, ReadCall, View
 from ..extend.options import ReadOptions
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
@@ -41,11 +38,6 @@ class MemberSteps:
     def __init__(self, builder: Builder, channel: Channel, tag: int | None = None) -> None:
         self.builder, self.rank, self.size, self._channel, self._tag = builder, channel.rank, channel.size, channel, tag
 
-    def copy(self, target: View, source: View) -> None:
-        """Copy an array into another one of the same shape."""
-        if target.size:
-            self.builder.run(copy_by_rows, target, source, writes=(target,))
-
     def message(self, specs: Sequence[Spec]) -> Message:
         """Return a message for arrays of these shapes and dtypes."""
         dense = [View.dense("", shape, dtype, None) for shape, dtype in [*specs, ((1,), np.int32)]]
@@ -59,7 +51,7 @@ class MemberSteps:
         """Return a message with copies of arrays."""
         message = self.message([(x.shape, x.dtype) for x in arrays])
         for target, source in zip(message.arrays, arrays, strict=True):
-            self.copy(target, source)
+            self.builder.copy_part(target, source)
         return message
 
     def start(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> Exchange:
@@ -97,10 +89,10 @@ class MemberSteps:
         return [*received.values()]
 
 
-def bytes_sent(program: Program) -> int:
+def bytes_sent(call: ReadCall) -> int:
     """Return the bytes that a member sends."""
     started = [
-        step.arguments[0] for step in program.steps if getattr(step.function, "__func__", None) is Channel.start_exchange
+        step.arguments[0] for step in call.program.steps if getattr(step.function, "__func__", None) is Channel.start_exchange
     ]
     return sum(transfer.array.nbytes for sends in started for transfer in sends)
 
@@ -108,13 +100,4 @@ def bytes_sent(program: Program) -> int:
 def attend(builder: Builder, arrays: tuple[View, View, View], out: View, stats: View, options: ReadOptions) -> None:
     """Add attention of q, k and v."""
     views = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats}
-    passes.add(builder, views, options, return_stats=True)
-
-
-def attend_backward(
-    builder: Builder, arrays: Sequence[View], options: ReadOptions, *, deterministic: bool, given_stats: GivenStats
-) -> None:
-    """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
-    views = dict(zip(("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv"), arrays, strict=True))
-    outputs: dict[str, Any] = dict.fromkeys(REQUESTS, False)
-    passes.add(builder, views, options, deterministic=deterministic, given_stats=given_stats, **outputs)
+    builder.add_pass(views, options, return_stats=True)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..extend import cupy_runtime
-from ..extend.kernels import bindings
 from .group import Failing, GroupError, Transfer
 
 #: The seconds after which an exchange that began but does not end counts as failed.
@@ -188,7 +187,9 @@ class NcclGroup(Failing):
     def _run(self, device: int) -> None:
         """Check the exchanges until the group fails."""
         with contextlib.suppress(Exception), self._cuda.Device(device):
-            cuda = bindings()  # queries of events must not end a capture of another thread
+            from cuda.bindings import driver as cuda
+
+            # queries of events must not end a capture of another thread
             cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
             while not self._stopped.wait(_INTERVAL):
                 self._inspect(time.monotonic())

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import Builder, Constant, View
-from ..extend.kernels import copy_by_rows
 from ..extend.options import Band
 from .shards import Interval, ShardLayout
 
@@ -151,8 +150,7 @@ class Selection:
     def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
-            if x.size:
-                builder.run(copy_by_rows, self._range(target, axis), x, writes=(self._range(target, axis),))
+            builder.copy_part(self._range(target, axis), x)
         else:
             builder.run(put, target, x, builder.constant(self._indices, keep=True), writes=(target,))
 

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..extend import Builder, Parts, View, cupy_runtime, merge_parts, row_stats_shape
-from ..extend.kernels import replace_infinite
 from ..extend.options import ReadOptions
 from .configuration import Configuration
 from .heads import to_heads, to_positions
-from .member_steps import Exchange, MemberSteps, attend, attend_backward
+from .member_steps import Exchange, MemberSteps, attend
 from .parts import Part, as_bits
 
 Views = Mapping[str, View]
@@ -173,12 +172,12 @@ def _gradients(
     final = rows.of(builder, stats, config.row_axis)
     if final.shape != stats.shape or not final.flags.f_contiguous:  # cuDNN requires addresses that are multiples of 16
         final = builder.copied(final)
-    dout, q, out = (rows.of(builder, views[name], 2) for name in ("dout", "q", "out"))
-    arrays = dout, q, part.keys.of(builder, k, 2), part.keys.of(builder, v, 2), out, final
-    made = [builder.temporary(x.shape, x.dtype) for x in arrays[1:4]]
+    arrays = {name: rows.of(builder, views[name], 2) for name in ("dout", "q", "out")} | {"stats": final}
+    arrays |= {"k": part.keys.of(builder, k, 2), "v": part.keys.of(builder, v, 2)}
+    made = {f"d{name}": builder.temporary(arrays[name].shape, arrays[name].dtype) for name in "qkv"}
     given = config.part_options(part, builder, options)
-    attend_backward(builder, (*arrays, *made), given, deterministic=deterministic, given_stats="part")
-    return made
+    builder.add_pass(arrays | made, given, deterministic=deterministic, given_stats="part")
+    return [*made.values()]
 
 
 def _add(builder: Builder, found: Sequence[tuple[Part, Sequence[View]]], totals: Sequence[View]) -> None:
@@ -207,3 +206,8 @@ def _with_finite_bias(builder: Builder, options: Options) -> Options:
     builder.copy(finite, bias)
     builder.run(replace_infinite, finite, writes=(finite,))
     return options | {"bias": finite}
+
+
+def replace_infinite(bias: Any) -> None:
+    """Replace -inf in a float32 array by a finite number, with which the weight of a key is also 0."""
+    cupy_runtime.array_module(bias).maximum(bias, np.float32(-1e30), out=bias)

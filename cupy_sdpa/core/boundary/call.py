@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..problem.arrays import VECTORS
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
+from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
+from ..problem.validation import expected_arrays
+from ..problem.view import View
 from ..support.engine_problem import engine_problem
-from .user_functions import NO_FUNCTIONS, Functions, Gradients
+from .user_functions import NO_FUNCTIONS, Functions, Gradients, gradient_name
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
@@ -87,3 +92,19 @@ class BoundProblem:
         """The names of the results among the arrays."""
         names = [spec.name for spec in self.problem.results if spec not in self.problem.dcaptured]
         return [*names, *self.gradients.results] if self.gradients else names
+
+    def result_views(self, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
+        """Return views of the results in order, with a head dim in ``dtype``; check the views of results that were passed."""
+        device = views["q"].storage.device
+        results = {
+            spec.name: View.dense(spec.name, spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype), device)
+            for spec in self.problem.results
+        }
+        for of, (shape, of_gradient) in self.gradients.specs.items() if self.gradients else ():
+            results[gradient_name(of)] = View.dense(gradient_name(of), shape, of_gradient, device)
+        table = expected_arrays(self.problem.q, self.problem.k, self.problem.v)
+        for name in ("out", "dq", "dk", "dv"):
+            if name in results and name in views and name in self.result_names:
+                expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
+                check_spec(views[name].spec(name), expected)
+        return {name: results[name] for name in self.result_names}

@@ -1,24 +1,25 @@
 """How every public function turns its arguments into a program.
 
-A call is a value: :func:`call_of` makes a :class:`Call` from the arguments of an :class:`Operation`, and :func:`read` reads it.
-Reading validates the arguments and builds the program, but plans, allocates and launches nothing. ``explain``, ``prepare``,
-planning ahead of time and :func:`run` all begin with it.
+A call is a value: :func:`call_of` makes a :class:`Call` from the arguments of an :class:`Operation`, and :meth:`Call.read`
+reads it. Reading validates the arguments and builds the program, but plans, allocates and launches nothing. ``explain``,
+``prepare``, planning ahead of time and :meth:`Call.run` all begin with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..boundary.arguments import read_forward
+from ..boundary.arguments import read_forward, views_of_shapes
 from ..boundary.conversion import Conversion
+from ..boundary.options import check_names
 from ..boundary.read_array import INT32, as_int32, read_array
-from ..problem.problem import row_stats_dtype, row_stats_shape
+from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey
@@ -28,6 +29,8 @@ from .executor import ReadCall, is_any_array
 
 Arrays = Mapping[str, Any]
 Options = Mapping[str, Any]
+#: The arrays of a backward pass that are results of the forward pass, or like one.
+OF_FORWARD = ("dout", "out", "stats")
 
 
 def same_options(arrays: Arrays, options: Options) -> Options:
@@ -76,6 +79,84 @@ class Call(NamedTuple):
             options = conversion.options
             arrays |= conversion.converted({name: x for name, x in arrays.items() if name not in self.dense}, self.results)
         return self.key._replace(arrays=tuple(arrays.values()), options=self.decide(arrays, options))
+
+    def read(self, *, for_gpu: bool = False, missing: Collection[str] = ()) -> ReadCall:
+        """Check the arguments, and build the program. Nothing is planned, allocated or launched.
+
+        Args:
+            for_gpu: build a GPU's program, even for numpy arrays. Default False.
+            missing: the arrays that are assumed to be dense if they are not passed, among ``dout``, ``out``, ``stats``, ``dq``,
+                ``dk`` and ``dv``. Default: none.
+        """
+        conversion = self.conversion()
+        with contextlib.nullcontext() if conversion is None else conversion.context():
+            key = self.decided(conversion)
+            on_host = {**key.named(), **key.options}
+            if for_gpu:
+                key = _on_gpu(key)
+            if missing:
+                key = key._replace(arrays=_with_missing(key.named(), missing))
+            read_call = self._parse(key)
+            if for_gpu:  # the views have no elements; views of numpy arrays are checked as on numpy
+                elements = {name: as_int32(name, x) for name, x in on_host.items() if name in INT32}
+                read_call.check_elements({name: x for name, x in elements.items() if isinstance(x, np.ndarray)})
+            return read_call
+
+    def _parse(self, key: CallKey) -> ReadCall:
+        """Check the arguments that :meth:`decided` returned, and build the program."""
+        with cupy_runtime.device_context(next((array for array in key.arrays if array is not None), None)):
+            return self.parse(key)
+
+    def run(
+        self,
+        looked_up: CallKey | None = None,
+        *,
+        tag: Hashable | None = None,
+        check: Callable[[ReadCall], object] | None = None,
+        back: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> list[Any]:
+        """Run a call that is not cached, and cache it; return the results in the caller's axes.
+
+        Args:
+            looked_up: the key that was looked up; the call's arrays are views of its arrays. If one is a copy, the call is
+                looked up and cached with its own key. Default None: the call's own key.
+            tag: the tag of the call's own key that was looked up. Default None: the call's tag.
+            check: raises an error if the call must not run. It is called before anything runs.
+            back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
+
+        The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. Then
+        it is cached with the options that were decided, and looked up with them first.
+        """
+        if looked_up is not None and not _has_views_of(looked_up, self.key):
+            if check is not None:
+                check(self.read())
+            returned = results_of(self)
+            return returned if back is None else back(returned)
+        call = self if tag is None else self._replace(key=self.key._replace(tag=tag))
+        conversion = call.conversion()
+        context = contextlib.nullcontext if conversion is None else conversion.context
+        options = call.key.options if conversion is None else conversion.options
+        with context():
+            decided = call.decided(conversion)
+            is_bound = decided.options is options and (conversion is None or conversion.makes_views)
+            is_bound = is_bound and (looked_up is None or is_cacheable(looked_up))
+            read_call = None if check is None else call._parse(decided)
+        if check is not None and read_call is not None:
+            check(read_call)  # its errors name the package's axes
+        with context():
+            results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options, call.programs)
+            is_repeated = results is not None
+            if results is None:
+                read_call = read_call or call._parse(decided)
+                results = read_call.run()
+                if not is_bound:
+                    cache_call(decided, read_call, None, call.programs)
+            returned = results if conversion is None else conversion.back(call.results, results, call.key.named())
+        if back is not None:
+            returned = back(returned)
+        if is_bound and read_call is not None and not is_repeated:
+            cache_call(looked_up or call.key, read_call, None if returned is results else returned, call.programs)
+        return call.finish(returned)
 
 
 class Operation(NamedTuple):
@@ -158,88 +239,21 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
     return of.call(arrays, options, **flags)
 
 
-def read(call: Call, *, for_gpu: bool = False, missing: Sequence[str] = ()) -> ReadCall:
-    """Check the arguments of a call, and build its program. Nothing is planned, allocated or launched.
+def problems_of_shapes(
+    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
+) -> tuple[Problem, ...]:
+    """Return the problems that a GPU runs for a call of an operation, from arrays or from the shapes of dense arrays.
 
     Args:
-        call: the call.
-        for_gpu: build a GPU's program, even for numpy arrays. Default False.
-        missing: the arrays that are assumed to be dense if they are not passed: ``out``, ``stats``, ``dout``, ``dq``, ``dk``
-            or ``dv``. Default: none.
+        function: the operation.
+        arrays: its arrays by name; q is one of them.
+        options: its options.
+        dtype: the dtype of the arrays that are shapes.
+        flags: its other arguments.
     """
-    conversion = call.conversion()
-    with contextlib.nullcontext() if conversion is None else conversion.context():
-        key = call.decided(conversion)
-        on_host = {**key.named(), **key.options}
-        if for_gpu:
-            key = _on_gpu(key)
-        if missing:
-            key = key._replace(arrays=_with_missing(key.named(), missing))
-        read_call = _read(call, key)
-        if for_gpu:  # the views have no elements; views of numpy arrays are checked as on numpy
-            elements = {name: as_int32(name, x) for name, x in on_host.items() if name in INT32}
-            read_call.check_elements({name: x for name, x in elements.items() if isinstance(x, np.ndarray)})
-        return read_call
-
-
-def _read(call: Call, key: CallKey) -> ReadCall:
-    """Check the arguments that :meth:`Call.decided` returned, and build the program."""
-    with cupy_runtime.device_context(next((array for array in key.arrays if array is not None), None)):
-        return call.parse(key)
-
-
-def run(
-    call: Call,
-    looked_up: CallKey | None = None,
-    *,
-    tag: Hashable | None = None,
-    check: Callable[[ReadCall], object] | None = None,
-    back: Callable[[list[Any]], list[Any]] | None = None,
-) -> list[Any]:
-    """Run a call that is not cached, and cache it; return the results in the caller's axes.
-
-    Args:
-        call: the call.
-        looked_up: the key that was looked up; the call's arrays are views of its arrays. If one is a copy, the call is looked
-            up and cached with its own key. Default None: the call's own key.
-        tag: the tag of the call's own key that was looked up. Default None: the call's tag.
-        check: raises an error if the call must not run. It is called before anything runs.
-        back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
-
-    The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. Then it
-    is cached with the options that were decided, and looked up with them first.
-    """
-    if looked_up is not None and not _has_views_of(looked_up, call.key):
-        if check is not None:
-            check(read(call))
-        returned = results_of(call)
-        return returned if back is None else back(returned)
-    if tag is not None:
-        call = call._replace(key=call.key._replace(tag=tag))
-    conversion = call.conversion()
-    context = contextlib.nullcontext if conversion is None else conversion.context
-    options = call.key.options if conversion is None else conversion.options
-    with context():
-        decided = call.decided(conversion)
-        is_bound = decided.options is options and (conversion is None or conversion.makes_views)
-        is_bound = is_bound and (looked_up is None or is_cacheable(looked_up))
-        read_call = None if check is None else _read(call, decided)
-    if check is not None and read_call is not None:
-        check(read_call)  # its errors name the package's axes
-    with context():
-        results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options, call.programs)
-        is_repeated = results is not None
-        if results is None:
-            read_call = read_call or _read(call, decided)
-            results = read_call.run()
-            if not is_bound:
-                cache_call(decided, read_call, None, call.programs)
-        returned = results if conversion is None else conversion.back(call.results, results, call.key.named())
-    if back is not None:
-        returned = back(returned)
-    if is_bound and read_call is not None and not is_repeated:
-        cache_call(looked_up or call.key, read_call, None if returned is results else returned, call.programs)
-    return call.finish(returned)
+    check_names({**options, "block_mask": None})  # which the function takes, or refuses
+    views, given = views_of_shapes(arrays, options, dtype=dtype)
+    return call_of(function, **views, **given, **flags).read().problems
 
 
 def _has_views_of(key: CallKey, of_call: CallKey) -> bool:
@@ -260,7 +274,7 @@ def results_of(call: Call) -> list[Any]:
     """
     tag, _, arrays, options = call.key
     results = run_cached(tag, arrays, options, call.programs)
-    return run(call) if results is None else call.finish(results)
+    return call.run() if results is None else call.finish(results)
 
 
 def _on_gpu(key: CallKey) -> CallKey:
@@ -279,7 +293,7 @@ def _on_gpu(key: CallKey) -> CallKey:
     return key._replace(arrays=tuple(map(on_gpu, key.names, key.arrays)), options=options)
 
 
-def _with_missing(arrays: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+def _with_missing(arrays: dict[str, Any], names: Collection[str]) -> tuple[Any, ...]:
     """Return the arrays, with views of dense arrays for missing ones; a gradient has the form of its array."""
     missing = {name: name.removeprefix("d") for name in names if arrays[name] is None}
     if not missing:

@@ -1,29 +1,24 @@
-"""The report on a program: whether and how its call would run."""
+"""The report on a call that was read, :meth:`.ReadCall.report`: whether and how it would run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from ..boundary.arguments import read_shapes, views_of_shapes
-from ..boundary.options import check_names
+from ..boundary.arguments import read_shapes
 from ..graph import graph_of
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
+from ..replay.bound_program import Repeatable
 from ..replay.call_report import Report, explain_on_device, joined, with_workarounds
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
-from .calls import call_of, read
-from .executor import ReadCall
-
-#: The arrays of a backward pass that are results of the forward pass, or like one.
-OF_FORWARD = ("dout", "out", "stats")
 
 
 def report_of(
-    call: ReadCall,
+    call: Repeatable,
     explain: Callable[[Problem], Report] | None = None,
     target: Callable[[], tuple[int, int]] | None = None,
 ) -> Report:
@@ -62,7 +57,7 @@ def report_of(
     )
 
 
-def problems_of(call: ReadCall) -> tuple[Problem, ...]:
+def problems_of(call: Repeatable) -> tuple[Problem, ...]:
     """Return the problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
     if launches := call.program.launches:
         return tuple(attend.problem for attend in launches)
@@ -74,24 +69,7 @@ def problems_of(call: ReadCall) -> tuple[Problem, ...]:
     return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)
 
 
-def problems_of_shapes(
-    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
-) -> tuple[Problem, ...]:
-    """Return the problems that a GPU runs for a call of an operation, from arrays or from the shapes of dense arrays.
-
-    Args:
-        function: the operation.
-        arrays: its arrays by name; q is one of them.
-        options: its options.
-        dtype: the dtype of the arrays that are shapes.
-        flags: its other arguments.
-    """
-    check_names({**options, "block_mask": None})  # which the function takes, or refuses
-    views, given = views_of_shapes(arrays, options, dtype=dtype)
-    return problems_of(read(call_of(function, **views, **given, **flags)))
-
-
-def accuracy_of(call: ReadCall) -> str:
+def accuracy_of(call: Repeatable) -> str:
     """Return the expected error of a call in FP8, and its cause; empty for other dtypes."""
     dtypes = {attend.problem.dtype for attend in call.program.launches if attend.problem.fp8}
     if not dtypes:

@@ -31,7 +31,7 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
 from ..problem.view import View, array_of_view, device_of
 from ..replay.call_key import HOST, CallKey, read_key
-from ..replay.replay_cache import keep_recent
+from ..replay.replay_cache import BoundPrograms, keep_recent
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
@@ -44,6 +44,7 @@ from .steps import Attend, ProgramStep
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
+    from ..replay.call_report import Report
     from ..runtime.cuda_graph import OnHost
 
 
@@ -66,6 +67,13 @@ class ReadCall:
         planned: whether the plans have been built, so that nothing can fail after something was written.
         refusal: says why the call is not supported, from the step's name and the step's reason. Default None: the reason
             itself.
+
+    >>> from cupy_sdpa import attention
+    >>> from cupy_sdpa.extend import call_of
+    >>> q = np.zeros((8, 1, 4, 1), order="F")
+    >>> call = call_of(attention, q, q, q, causal=True).read()
+    >>> call.results["out"].shape, call.report().engine, [step.name for step in call.program.steps]
+    ((8, 1, 4, 1), 'numpy', ['attention'])
     """
 
     program: Program
@@ -287,6 +295,27 @@ class ReadCall:
             plan.execute(addresses, self._scalars(step.attend), workspace.ptr)
         return plan
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
+        from .describe import problems_of
+
+        return problems_of(self)
+
+    def report(
+        self,
+        explain: Callable[[Problem], Report] | None = None,
+        target: Callable[[], tuple[int, int]] | None = None,
+    ) -> Report:
+        """Report whether and how the call would run: the steps of its program, and the plan of each launch.
+
+        ``explain`` returns the report on a problem, and ``target`` the version of cuDNN and the compute capability that it is
+        for. Default: the report on the engine of the arrays; plans are built and cached.
+        """
+        from .describe import report_of
+
+        return report_of(self, explain, target)
+
     def _raise(self, error: Exception, step: ProgramStep) -> NoReturn:
         """Raise a step's error, with notes that describe the call."""
         attend = step.attend
@@ -438,7 +467,7 @@ def composed(
     *,
     gradients: Gradients | None = None,
     refusal: Callable[[str, str], str] | None = None,
-    programs: dict[Hashable, Program] | None = None,
+    programs: BoundPrograms | None = None,
 ) -> ReadCall:
     """Return the call of several steps; calls with equal arguments share the program. Nothing is allocated.
 
@@ -448,7 +477,7 @@ def composed(
         results: the views of the results in order, by which those that the caller did not pass are created.
         build: adds the steps to a builder.
         gradients, refusal: see :class:`ReadCall`.
-        programs: keeps the program. Default None: with the programs of all calls.
+        programs: see :class:`.Call`; it keeps the program. Default None: with the programs of all calls.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
@@ -459,9 +488,9 @@ def composed(
     results = {name: views.get(name, view) for name, view in results.items()}
     views |= results
     identities = function_identities(key.options)
-    programs = _programs if programs is None else programs
+    kept = _programs if programs is None else programs.built
     program_key = _program_key(key, views)
-    program = programs.get(program_key)
+    program = kept.get(program_key)
     if program is None:
         builder = Builder(views["q"].storage.device)
         build(builder)
@@ -472,7 +501,7 @@ def composed(
     check_separate(passed, call.arrays)
     call.check_elements()
     if program_key and function_identities(key.options) == identities:  # no function changed while it was called
-        keep_recent(programs, program_key, program, MAX_PROGRAMS)
+        keep_recent(kept, program_key, program, MAX_PROGRAMS)
     return call
 
 

@@ -14,13 +14,7 @@ from ..boundary.read_options import ReadOptions
 from ..errors import in_words
 from ..problem.tensor_spec import Expected
 from ..problem.view import View
-from .executor import is_any_array
 from .steps import Steps
-
-
-def is_per_head(options: Mapping[str, Any]) -> bool:
-    """True if the scale of a call is an array."""
-    return is_any_array(options.get("scale"))
 
 
 def check_request(options: Mapping[str, Any], return_dscale: bool) -> None:

@@ -7,27 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
-from ..boundary.layouts import VECTORS, check_strides_of
+from ..boundary.layouts import check_strides_of
 from ..boundary.read_array import check_arrays as check_specs
 from ..boundary.read_options import ReadOptions
-from ..boundary.user_functions import Gradients, gradient_name
-from ..problem.arrays import BACKWARD, FORWARD
+from ..boundary.user_functions import Gradients
 from ..problem.problem import row_stats_dtype, row_stats_shape
-from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
+from ..problem.tensor_spec import dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
+from .attention_steps import KEPT
 from .decided_options import is_one_problem
-from .executor import Operands, ReadCall, call_of_problem, composed, read_operands
-from .head_scales import check_request, check_scales, is_per_head, scaled, unscaled_options
+from .executor import Operands, ReadCall, call_of_problem, composed, is_any_array, read_operands
+from .head_scales import check_request, check_scales, unscaled_options
 from .program import Builder
-
-#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
-GRADIENT_ARRAYS = (*BACKWARD, "dstats")
-#: The results in the dtype of the program that are kept for the gradients.
-_KEPT = ("q", "k", "v", "out")
 
 
 def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False, deterministic: bool = False) -> ReadCall:
@@ -36,17 +30,17 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-    if is_one_problem(key.options) and not is_per_head(key.options):
+    if is_one_problem(key.options) and not _is_per_head(key.options):
         return call_of_problem(read_forward(**key.named(), options=key.options, **flags))
     arrays, views, options = _read_operands(key, ("out", "stats"), None)
     results, _ = _results_of(views, options, **flags)
     if kept:
         dtype = options.compute_dtype
         assert dtype
-        shapes, device = {name: (results | views)[name].shape for name in _KEPT}, views["q"].storage.device
+        shapes, device = {name: (results | views)[name].shape for name in KEPT}, views["q"].storage.device
         for name, shape in shapes.items():
             results[f"kept {name}"] = View.dense(f"kept {name}", shape, numpy_dtype(dtype), device)
-    return composed(key, arrays, views, results, functools.partial(add, views=views, options=options, **flags))
+    return composed(key, arrays, views, results, functools.partial(Builder.add_pass, views=views, options=options, **flags))
 
 
 def parse_backward(
@@ -70,16 +64,21 @@ def parse_backward(
                 f"{name} is None; the backward pass needs it{also}: attention(..., return_stats=True) returns out and stats"
             )
     check_request(key.options, requests.get("return_dscale", False))
-    if is_one_problem(key.options) and not of_stats and not is_per_head(key.options):
+    if is_one_problem(key.options) and not of_stats and not _is_per_head(key.options):
         flags.pop("return_dscale", None)
         call = read_backward(**key.named(), options=key.options, **flags)
         call.given_stats = "whole"
         return call_of_problem(call)
     arrays, views, options = _read_operands(key, ("dq", "dk", "dv"), result)
     results, gradients = _results_of(views, options, gradients=True, result=result, **flags)
-    build = functools.partial(add, views=views, options=options, **flags)
+    build = functools.partial(Builder.add_pass, views=views, options=options, **flags)
     why = read_stats_gradient(views, options.compute_dtype)
     return composed(key, arrays, views, results, build, gradients=gradients, refusal=why)
+
+
+def _is_per_head(options: Mapping[str, Any]) -> bool:
+    """True if the scale of a call is an array."""
+    return is_any_array(options.get("scale"))
 
 
 def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
@@ -99,7 +98,7 @@ def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callabl
 
 def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operands:
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
-    scale = {"scale": key.options["scale"]} if is_per_head(key.options) else {}
+    scale = {"scale": key.options["scale"]} if _is_per_head(key.options) else {}
     given = {**key.options, "scale": 1.0} if scale else key.options
     arrays, views, options = read_operands(key.named() | scale, given)
     layer_option, dtype = options.layer_option, options.compute_dtype
@@ -162,7 +161,7 @@ def _results_of(
     if dtype is None:  # their strides are checked
         dense |= {name: view for name, view in views.items() if name in (*dense, "dq", "dk", "dv")}
     call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
-    results = result_views(call, views, own)
+    results = call.result_views(views, own)
     if requested:  # before the gradients of tensors
         of_tensors = {name: results.pop(name) for name in (call.gradients.results if call.gradients else ())}
         results |= _of_scale(views) | of_tensors
@@ -173,95 +172,3 @@ def _of_scale(views: Mapping[str, View]) -> dict[str, View]:
     """Return the view of the scale's gradient."""
     scale = views["scale"]
     return {"dscale": View.dense("dscale", scale.shape, scale.dtype, scale.storage.device)}
-
-
-def result_views(call: BoundProblem, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-    """Return views of a call's results in order, with a head dim in ``dtype``; check the views of results."""
-    device = views["q"].storage.device
-    results = {
-        spec.name: View.dense(spec.name, spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype), device)
-        for spec in call.problem.results
-    }
-    for of, (shape, of_gradient) in call.gradients.specs.items() if call.gradients else ():
-        results[gradient_name(of)] = View.dense(gradient_name(of), shape, of_gradient, device)
-    table = expected_arrays(call.problem.q, call.problem.k, call.problem.v)
-    for name in ("out", "dq", "dk", "dv"):
-        if name in results and name in views and name in call.result_names:
-            expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
-            check_spec(views[name].spec(name), expected)
-    return {name: results[name] for name in call.result_names}
-
-
-# Builders
-
-
-def add(
-    builder: Builder,
-    views: Mapping[str, View],
-    options: ReadOptions,
-    *,
-    given_stats: GivenStats = "whole",
-    deterministic: bool = False,
-    **outputs: Any,
-) -> None:
-    """Add the steps of a pass: of the gradients if ``dout`` or ``dstats`` is among the views, otherwise of the forward pass.
-
-    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
-    ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
-    """
-    from .stats_gradient import needs_equal, sum_of_sinks, with_rows
-
-    layer_option, dtype, options = options.layer_option, options.compute_dtype, options.of_one_problem()
-    backward, of_stats = "dout" in views, "dstats" in views
-    backward |= of_stats
-    kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
-    given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
-    own, finish = in_dtype(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
-    equal = needs_equal(options, of_layer=layer_option is not None, deterministic=deterministic, **outputs)
-    outputs.pop("return_dscale", None)
-    own, options, unscale = scaled(builder, own, options, views.get("dscale"))
-    own, narrow = with_rows(builder, own, equal=equal)
-    if of_stats:
-        given_stats = "appended" if given_stats == "whole" else given_stats
-    if layer_option is None:
-        read = read_backward if backward else read_forward
-        call = read(**own, options=options, deterministic=deterministic, **outputs)
-        call.given_stats = given_stats
-        call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
-        builder.call("gradients" if backward else "attention", call)
-        if of_stats and call.problem.dsinks and call.problem.trivial and views["dstats"].size:
-            sum_of_sinks(builder, views["dsinks"], views["dstats"], views["stats"])
-    else:
-        layer_option.module.add(builder, own, layer_option.value, options, deterministic=deterministic)
-    narrow()
-    unscale()
-    finish()
-
-
-def in_dtype(
-    builder: Builder,
-    arrays: Mapping[str, View | None],
-    dtype: str | None,
-    results: Sequence[str],
-    kept: Mapping[str, View] | None = None,
-) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return the arrays with a head dim in another dtype, and a function that adds the steps to convert ``results`` back.
-
-    They are converted into the arrays ``kept``, by default into temporaries. Without a dtype nothing is converted.
-    """
-    made: dict[str, Any] = {**arrays}
-    own, back = None if dtype is None else numpy_dtype(dtype), []
-    for name, view in arrays.items():
-        if own is None or view is None or name not in VECTORS or view.dtype == own:
-            continue
-        made[name] = target = kept[name] if kept else builder.temporary(view.shape, own)
-        if name in results:
-            back.append((view, target))
-        else:
-            builder.copy(target, view)
-
-    def finish() -> None:
-        for view, target in back:
-            builder.copy(view, target)
-
-    return made, finish

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, Fill
+from ..boundary.read_options import ReadOptions
 from ..problem.view import View
 from . import attention_steps
 from .binding import Bindings
@@ -138,6 +139,13 @@ class Builder(Steps):
     def attend_to_parts(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> list[Parts]:
         """Attention whose results are merged with others (:func:`.merge_parts`); ``others`` as for :meth:`attend`."""
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
+
+    def add_pass(self, views: Mapping[str, View], options: ReadOptions, **others: Any) -> None:
+        """Add attention, or its gradients if ``dout`` or ``dstats`` is among the views: arrays and results by name.
+
+        ``others`` are the other arguments of :func:`.attention_steps.add_pass`.
+        """
+        attention_steps.add_pass(self, views, options, **others)
 
     def call(self, name: str, call: BoundProblem) -> None:
         """Add a call that was read from views. Results without a view are temporary."""
