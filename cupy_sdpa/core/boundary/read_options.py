@@ -33,8 +33,8 @@ class ReadOptions(Mapping[str, Any]):
         round_up: how ``bucket`` rounds a length up; None for exact lengths.
         batch_invariant: whether bits must not depend on the batch.
         causal, bucket, layout: as passed, for messages and for decisions that depend on how they were written.
-        layer_option, compute_dtype: what :meth:`.Builder.add_pass` computes in several steps; None for nothing. Other steps raise
-            TypeError for them.
+        layer_option, compute_dtype: what :meth:`.Builder.add_pass` computes in several steps; None for nothing. Other steps
+            raise TypeError for them.
     """
 
     inputs: Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.numpy_calls import Access
-from ..score_fn.recorded import Recorded, record
 from ..score_fn.tracer import trace
 from .conversion import Conversion, needs_conversion
 from .read_array import INT32, tensor_name
+
+if TYPE_CHECKING:
+    from ..score_fn.recorded import Recorded
 
 #: The options that are functions.
 FUNCTIONS = ("score_mod", "mask_mod")
@@ -90,6 +92,8 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     key = (identities, *((name, array.shape, array.dtype) for name, array in tensors.items()))
     functions = _recorded.get(key)
     if functions is None:
+        from ..score_fn.recorded import record
+
         functions = record({name: options[name] for name in FUNCTIONS if options.get(name) is not None}, tensors)
         if None not in identities and function_identities(options) == identities:  # no function changed while it was called
             if len(_recorded) >= _MAX_RECORDED:

@@ -140,6 +140,8 @@ FORWARD = ("q", "k", "v", "out", "stats")
 BACKWARD = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
 #: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
 GRADIENT_ARRAYS = (*BACKWARD, "dstats")
+#: The arrays that a forward pass with ``compute_dtype`` keeps in that dtype for the gradients.
+KEPT = ("q", "k", "v", "out")
 #: The names of the options that are arrays.
 OPTION_ARRAYS = tuple(row.name for row in _with_role("option"))
 #: The factors of FP8 arrays: the values of q, k and v are their elements times ``descale_*``; ``scale_out`` times the output is

@@ -1,4 +1,4 @@
-"""The builders of a pass, in a call's dtype or by a layer's option, and of one call: its launches, and their results.
+"""The builder of one call, of either pass: its launches, and their results.
 
 What only some calls need is in modules that are imported by these calls: :mod:`.engine_form` copies arrays into the form that
 the engine needs, :mod:`.split_steps` merges parts of the keys, :mod:`.slice_steps` divides calls on large arrays.
@@ -12,68 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import BoundProblem, GivenStats
-from ..boundary.read_options import ReadOptions
+from ..boundary.call import BoundProblem
 from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
-from ..problem.arrays import FORWARD, GRADIENT_ARRAYS
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import numpy_dtype
 from ..problem.view import Storage, View
 from ..support.engine_problem import engine_problem, may_mask_rows, slices_of, without_sinks
-from .head_scales import scaled
 from .steps import Attend, Steps
 
 if TYPE_CHECKING:
     from ..kernels.merge import Parts
-
-
-#: The arrays in the dtype of the program that are kept for the gradients.
-KEPT = ("q", "k", "v", "out")
-
-
-def add_pass(
-    steps: Steps,
-    views: Mapping[str, View],
-    options: ReadOptions,
-    *,
-    given_stats: GivenStats = "whole",
-    deterministic: bool = False,
-    **outputs: Any,
-) -> None:
-    """Add the steps of a pass: of the gradients if ``dout`` or ``dstats`` is among the views, otherwise of the forward pass.
-
-    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
-    ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
-    """
-    from .stats_gradient import needs_equal, sum_of_sinks, with_rows
-
-    layer_option, dtype, options = options.layer_option, options.compute_dtype, options.of_one_problem()
-    backward, of_stats = "dout" in views, "dstats" in views
-    backward |= of_stats
-    kept = {name: views[f"kept {name}"] for name in KEPT if f"kept {name}" in views}
-    given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
-    own, finish = steps.in_dtype(given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
-    equal = needs_equal(options, of_layer=layer_option is not None, deterministic=deterministic, **outputs)
-    outputs.pop("return_dscale", None)
-    own, options, unscale = scaled(steps, own, options, views.get("dscale"))
-    own, narrow = with_rows(steps, own, equal=equal)
-    if of_stats:
-        given_stats = "appended" if given_stats == "whole" else given_stats
-    if layer_option is None:
-        read = read_backward if backward else read_forward
-        call = read(**own, options=options, deterministic=deterministic, **outputs)
-        call.given_stats = given_stats
-        call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
-        add(steps, "gradients" if backward else "attention", call, with_values=True)
-        if of_stats and call.problem.dsinks and call.problem.trivial and views["dstats"].size:
-            sum_of_sinks(steps, views["dsinks"], views["dstats"], views["stats"])
-    else:
-        layer_option.module.add(steps, own, layer_option.value, options, deterministic=deterministic)
-    narrow()
-    unscale()
-    finish()
 
 
 def problem_views(problem: Problem, gradients: Gradients | None, device: int | None) -> dict[str, View]:

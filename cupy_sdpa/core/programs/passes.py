@@ -12,12 +12,12 @@ from ..boundary.layouts import check_strides_of
 from ..boundary.read_array import check_arrays as check_specs
 from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import Gradients
+from ..problem.arrays import KEPT
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
-from .attention_steps import KEPT
 from .decided_options import is_one_problem
 from .executor import Operands, ReadCall, call_of_problem, composed, is_any_array, read_operands
 from .head_scales import check_request, check_scales, unscaled_options

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,9 +143,19 @@ class Builder(Steps):
     def add_pass(self, views: Mapping[str, View], options: ReadOptions, **others: Any) -> None:
         """Add attention, or its gradients if ``dout`` or ``dstats`` is among the views: arrays and results by name.
 
-        ``others`` are the other arguments of :func:`.attention_steps.add_pass`.
+        ``others`` are the other arguments of :func:`.pass_steps.add_pass`.
         """
-        attention_steps.add_pass(self, views, options, **others)
+        from .pass_steps import add_pass
+
+        add_pass(self, views, options, **others)
+
+    def in_dtype(
+        self, arrays: Mapping[str, View | None], dtype: str | None, results: Sequence[str]
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Convert arrays with a head dim; the returned function adds the steps to convert ``results`` back."""
+        from .pass_steps import in_dtype
+
+        return in_dtype(self, arrays, dtype, results)
 
     def call(self, name: str, call: BoundProblem) -> None:
         """Add a call that was read from views. Results without a view are temporary."""

@@ -12,7 +12,7 @@ import numpy as np
 from ..boundary.arguments import check_lengths
 from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
-from ..problem.arrays import INTEGERS, VECTORS
+from ..problem.arrays import INTEGERS
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, numpy_dtype
 from ..problem.view import View
@@ -251,34 +251,6 @@ class Steps:
 
         if wanted:
             self.run(concatenate, wanted, writes=[target for target, *_ in wanted])
-
-    def in_dtype(
-        self,
-        arrays: Mapping[str, View | None],
-        dtype: str | None,
-        results: Sequence[str],
-        kept: Mapping[str, View] | None = None,
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Return the arrays with a head dim in another dtype, and a function that adds the steps to convert ``results`` back.
-
-        They are converted into the arrays ``kept``, by default into temporaries. Without a dtype nothing is converted.
-        """
-        made: dict[str, Any] = {**arrays}
-        own, back = None if dtype is None else numpy_dtype(dtype), []
-        for name, view in arrays.items():
-            if own is None or view is None or name not in VECTORS or view.dtype == own:
-                continue
-            made[name] = target = kept[name] if kept else self.temporary(view.shape, own)
-            if name in results:
-                back.append((view, target))
-            else:
-                self.copy(target, view)
-
-        def finish() -> None:
-            for view, target in back:
-                self.copy(view, target)
-
-        return made, finish
 
     def fill(self, target: View, value: float) -> None:
         """Fill an array with a number."""

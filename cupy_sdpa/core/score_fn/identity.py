@@ -32,8 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from .recorded import Recorded
-
 #: The maximum number of parts of an identity; a function that loads more values has no identity.
 MAX_PARTS = 256
 #: The maximum number of analyzed code objects.
@@ -107,8 +105,6 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     kind = type(value)
     if kind is _FUNCTION:
         _identify_function(value, parts, functions)
-    elif kind is Recorded:
-        parts.append(value)
     elif kind is float:
         parts.append(kind)
         parts.append(value if value and value == value else _float_bits(value))
@@ -131,6 +127,8 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
         parts.append(kind)
         for part in (value.func, value.args, value.keywords, value.__dict__):
             _identify(part, parts, functions)
+    elif getattr(kind, "_is_its_identity", False):  # recorded functions
+        parts.append(value)
     else:
         raise _UnknownError
 

@@ -30,6 +30,9 @@ class Recorded:
         reads: the elements of arrays that it reads.
     """
 
+    #: Equal ones compute the same, see :func:`.identity`.
+    _is_its_identity = True
+
     def __init__(self, option: str, name: tuple[str, str, str], calls: Sequence[NumpyCall], result: Any) -> None:
         self.option, self.name, self.calls, self.result = option, name, tuple(calls), result
         self.__module__, self.__qualname__, self._line = name
