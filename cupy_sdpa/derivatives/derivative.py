@@ -32,8 +32,7 @@ from ..extend import (
 )
 from ..extend.arrays import Conversion, check_strides_of, expected_arrays
 from ..extend.calls import decided_options, read_forward
-from ..extend.kernels import row_means
-from ..extend.options import Options, ReadOptions, check_converted
+from ..extend.options import Options, ReadOptions
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
@@ -124,7 +123,7 @@ def derivative(
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
     if dstats and form.scores:
         rows = (products, wide.dout) if form.centered else (None, None)
-        builder.run(row_means, dstats, stats, *rows, mean, options.scalars["scale"], writes=[dstats])
+        builder.row_means(dstats, stats, rows, mean, options.scalars["scale"])
     elif dstats:
         builder.fill(dstats, 0)
     if own_stats is not None and own_stats is not stats:
@@ -286,9 +285,8 @@ def widen(
     decided = decided_options(arrays, options)
     check_supported(decided)
     passed = _checked_options(decided)
-    dtype = read_operands(arrays, passed).options.compute_dtype
+    dtype = read_operands(arrays, passed, results=()).options.compute_dtype
     if dtype is not None:
-        check_converted(arrays)
         arrays = {name: x if x is None else _in_dtype(x, dtype) for name, x in arrays.items()}
     q, k, v, *tangents = arrays.values()
     form = read_form(q, k, v, tangents, None, decided, deterministic=deterministic)

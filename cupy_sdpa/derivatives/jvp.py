@@ -25,7 +25,7 @@ from ..extend import (
 )
 from ..extend.arrays import Problem
 from ..extend.calls import decided_options, run_cached
-from ..extend.options import Options, check_converted
+from ..extend.options import Options
 from ..extend.planning import problems_of_shapes
 from .derivative import (
     ARRAYS,
@@ -146,11 +146,10 @@ def _parse_jvp(
 ) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
     check_supported(key.options)
-    arrays, views, options = read_operands(key.named(), key.options)
+    arrays, views, options = read_operands(key.named(), key.options, ("out", "dout"))
     dtype = options.compute_dtype
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        check_converted(own, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
     tangents = own["dq"], own["dk"], own["dv"]
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, key.options, deterministic=deterministic)

@@ -3,12 +3,11 @@
 ========== ===================================================================================================================
 memory     UNITS
 head dims  padded_head_dim
-sums       Sources, row_means
+sums       Sources
 ========== ===================================================================================================================
 """
 
 from ..core.kernels.merge import Sources
-from ..core.kernels.row_means import row_means
 from ..core.programs.stats_gradient import padded_head_dim
 from ..core.runtime.memory import UNITS
 
@@ -16,5 +15,4 @@ __all__ = [
     "UNITS",
     "Sources",
     "padded_head_dim",
-    "row_means",
 ]

@@ -1,15 +1,12 @@
-"""Options: the table, checks, values, and the dtype to compute in.
+"""Options: the table, checks, and values.
 
 ========== ===================================================================================================================
 table      OPTIONS, Options, ReadOptions, refused_by
-checks     check_names, kept_options
+checks     kept_options
 values     as_float, Band
-dtype      check_converted, read_compute_dtype
 ========== ===================================================================================================================
 """
 
-from ..core.boundary.compute import check_converted, read_compute_dtype
-from ..core.boundary.options import check_names
 from ..core.boundary.read_options import ReadOptions
 from ..core.boundary.user_functions import kept_options
 from ..core.options.band import Band
@@ -22,9 +19,6 @@ __all__ = [
     "Options",
     "ReadOptions",
     "as_float",
-    "check_converted",
-    "check_names",
     "kept_options",
-    "read_compute_dtype",
     "refused_by",
 ]

@@ -28,8 +28,8 @@ from ..extend import (
     results_of,
     takes_options,
 )
-from ..extend.calls import read_backward, read_stats_gradient
-from ..extend.options import Options, check_names
+from ..extend.calls import composed_backward
+from ..extend.options import Options
 from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
@@ -149,7 +149,6 @@ class _Request(NamedTuple):
     def check(self) -> None:
         """Check the arguments that are not arrays."""
         refuse_fp8(self.options)
-        check_names({**self.options, "block_mask": None})  # which becomes a dense mask
         _check_fp8_call(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
 
     def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,9 +171,9 @@ class _Request(NamedTuple):
         of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": self.return_stats}
         writes = _writes(out_dtype, arrays["k"], converts=self.converts)
         inner = {name: view for name, view in views.items() if name != "out"}
-        call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
         on_gpu = views["k"].storage.device is not None
-        results = call.result_views(views, numpy_dtype(out_dtype or dtype, on_gpu=on_gpu))
+        of_results = numpy_dtype(out_dtype or dtype, on_gpu=on_gpu)
+        results = read_results(inner, views, of_results, out_dtype=out_dtype if writes else None, **of_call)
         amax = {"amax_out": results.pop("amax_out")}
         results |= amax if self.return_amax else {}  # the last one
         of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
@@ -268,8 +267,7 @@ def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
     elements = {x: View.dense(x, shape, storage, device) for x, shape in shapes.items()}
     one = View.dense("factor", (1,), np.float32, device)
     of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": True}
-    call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
-    of_kernel = call.result_views(views, q.dtype)
+    of_kernel = read_results(elements | dict.fromkeys(FACTORS, one), views, q.dtype, out_dtype=None, **of_call)
     results = {x: of_kernel[x] for x in ("out", "stats")}
     results |= {f"kept {x}": View.dense(f"kept {x}", shape, storage, device) for x, shape in shapes.items()}
     results["factors"] = View.dense("factors", (6 * FACTOR_STEP,), np.float32, device)
@@ -298,18 +296,12 @@ def gradients_in_fp8(
 
 def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) -> ReadCall:
     """Check the arguments of :func:`gradients_in_fp8`."""
-    out, names = key.array("out"), _OF_GRADIENTS[:6]
     if key.array("dout") is key.array("dstats") is None:
         raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-    arrays, views, options = read_operands(key.named(), key.options)
-    own: dict[str, Any] = {name: views.get(name) for name in names}
-    for name in ("q", "k", "v"):
-        own[name] = View.dense(name, views[name].shape, out.dtype, views[name].storage.device)
-    call = read_backward(**own, options=options, **outputs)
-    refusal = read_stats_gradient({**views, **own}, None)
-    build = functools.partial(backward, views=views, options=options, dtype=dtype, **outputs)
-    results = call.result_views(views, out.dtype)
-    return composed(key, arrays, views, results, build, gradients=call.gradients, refusal=refusal)
+    operands = read_operands(key.named(), key.options)
+    views = operands.views
+    values = {x: View.dense(x, views[x].shape, views["out"].dtype, views[x].storage.device) for x in "qkv"}
+    return composed_backward(key, operands, functools.partial(backward, dtype=dtype), views | values, **outputs)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

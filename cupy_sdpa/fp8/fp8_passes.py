@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..extend import Builder, Check, Expected, View, numpy_dtype, row_stats_shape
-from ..extend.calls import BoundProblem, read_forward
+from ..extend.calls import read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
 
@@ -93,8 +93,8 @@ def forward(
     out_dtype: str | None,
     writes_out: bool,
     return_stats: Any,
-) -> BoundProblem:
-    """Add the steps of the forward pass; returns the call of the kernel.
+) -> None:
+    """Add the steps of the forward pass.
 
     Args:
         builder, options, return_stats: as for :meth:`.Builder.add_pass`.
@@ -112,7 +112,8 @@ def forward(
             builder, [given["q"]], dtype, parts, [options.get("seq_lens_q")]
         )
     if "mean" in given and given["mean"].size and (options.get("page_table") is None or options["page_table"].size):
-        return _forward_with_mean(builder, given, options, dtype, out_dtype, return_stats, writes_out=writes_out)
+        _forward_with_mean(builder, given, options, dtype, out_dtype, return_stats, writes_out=writes_out)
+        return
     if "amax_out" not in given:
         given["amax_out"] = builder.temporary((1,), np.float32)
     out, direct = given["out"], out_dtype is None or writes_out
@@ -120,14 +121,12 @@ def forward(
         given["out"] = builder.temporary(out.shape, numpy_dtype(dtype, on_gpu=builder.on_gpu))
     elif out_dtype is not None:
         given.pop("scale_out", None)
-    call = _read_fp8_call(given, options, dtype, out_dtype if direct else None, return_stats)
-    builder.call("attention", call)
+    _attend_in_fp8(builder, given, options, dtype, out_dtype if direct else None, return_stats)
     if not direct:
         scaled = out if out.flags.f_contiguous else builder.temporary(out.shape, out.dtype)
         builder.run(fp8_kernels.dequantize, given["out"], scaled, given["descale_v"], 1, dtype, writes=(scaled,))
         if scaled is not out:
             builder.copy(out, scaled)
-    return call
 
 
 def _forward_with_mean(
@@ -139,8 +138,8 @@ def _forward_with_mean(
     return_stats: Any,
     *,
     writes_out: bool,
-) -> BoundProblem:
-    """Add attention to the values without their mean, and the step that adds the mean to the output; returns the call.
+) -> None:
+    """Add attention to the values without their mean, and the step that adds the mean to the output.
 
     The statistics are computed in every case: they show which rows have no keys, and the weight of the sink.
     """
@@ -155,8 +154,7 @@ def _forward_with_mean(
         given["out"] = target
     if "stats" not in given:
         given["stats"] = builder.temporary(row_stats_shape(given["q"].shape), np.float32)
-    call = _read_fp8_call(given, options, dtype, written, return_stats or True)
-    builder.call("attention", call)
+    _attend_in_fp8(builder, given, options, dtype, written, return_stats or True)
     weights = mean_kernels.Weights(given["stats"], options.get("sinks"))
     scaled = mean_kernels.Scaled(scale if out_dtype is None else None, amax)
     if amax is not None:
@@ -169,36 +167,52 @@ def _forward_with_mean(
     )  # fmt: skip
     if target is not out:
         builder.copy(out, target)
-    return call
 
 
-def _read_fp8_call(
-    views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype: str | None, return_stats: Any
-) -> BoundProblem:
-    """Return the call of FP8 arrays; ``out`` may be missing."""
+def _attend_in_fp8(
+    builder: Builder, views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype: str | None, return_stats: Any
+) -> None:
+    """Add attention of FP8 arrays."""
+    call = read_forward(**_typed(views, dtype, out_dtype, return_stats), options=options)
+    call.arrays |= {name: views[name] for name in ("q", "k", "v", "out", "max", "sum_exp") if name in views}
+    builder.call("attention", call)
+
+
+def _typed(views: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any) -> dict[str, Any]:
+    """Return the arguments of :func:`.read_forward` except the options; ``out`` may be missing.
+
+    The elements have the FP8 dtype. In arrays on the GPU they are uint8.
+    """
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
-    typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
+    typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}
     others = {name: view for name, view in views.items() if name not in ("max", "sum_exp", *MEAN)}
-    call = read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**others, **typed})
-    call.arrays |= {name: views[name] for name in (*in_fp8, "max", "sum_exp") if name in views}
-    return call
+    return {**others, **typed, "out_dtype": out_dtype or "", "return_stats": return_stats}
 
 
 def read_results(
-    views: Mapping[str, View], options: ReadOptions, *, dtype: str, out_dtype: str | None, return_stats: Any
-) -> BoundProblem:
-    """Return the kernel's call for dense elements, with the results of :func:`forward`; add nothing to a builder.
+    views: Mapping[str, View],
+    given: Mapping[str, View],
+    result: Any,
+    options: ReadOptions,
+    *,
+    dtype: str,
+    out_dtype: str | None,
+    return_stats: Any,
+) -> dict[str, View]:
+    """Check a call of dense elements, and return the views of its results (:func:`forward`), with a head dim in ``result``.
 
-    ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats.
+    ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats. ``given`` are the views of the
+    caller's arrays, whose results are checked.
     """
-    given: dict[str, Any] = {**views}
-    if "descale_q" not in given:
-        q, k = given["q"], given["k"]
-        given["q"] = View.dense("q", q.shape, k.dtype, q.storage.device)
-        given["descale_q"] = given["descale_k"]
+    elements: dict[str, Any] = {**views}
+    if "descale_q" not in elements:
+        q, k = elements["q"], elements["k"]
+        elements["q"] = View.dense("q", q.shape, k.dtype, q.storage.device)
+        elements["descale_q"] = elements["descale_k"]
     if out_dtype is not None:
-        given.pop("scale_out", None)
-    return _read_fp8_call(given, options, dtype, out_dtype, return_stats)
+        elements.pop("scale_out", None)
+    call = read_forward(**_typed(elements, dtype, out_dtype, return_stats), options=options)
+    return call.result_views(given, result)
 
 
 def keep_in_fp8(

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import CallKey, ReadCall, cupy_runtime, is_one_of
-from ..extend.calls import BoundPrograms
-from ..extend.options import check_converted, read_compute_dtype
+from ..extend.calls import BoundPrograms, decided_options
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
@@ -61,11 +60,7 @@ class Agreement:
     def decided(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
         self._arguments = arrays.values()  # of numpy or CuPy
-        decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
-        dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
-        if options.get("block_mask") is None and dtype is options.get("compute_dtype"):
-            return options
-        return decided if dtype is None else {**decided, "compute_dtype": dtype}
+        return decided_options(arrays, dense_options(arrays["q"], None, options))
 
     def parse(self, of: Request, programs: BoundPrograms, key: CallKey) -> ReadCall:
         """Check the arrays and the decided options of a call, and build the program of this member.
@@ -81,10 +76,8 @@ class Agreement:
         options: dict[str, Any] = {
             name: value.array if isinstance(value, HostOffsets) else value for name, value in key.options.items()
         }
-        of = of._replace(dtype=options.pop("compute_dtype", None))
         arrays, views, read = read_member_operands(key.named(), options)
-        if of.dtype is not None:
-            check_converted({name: views[name] for name in key.names})
+        of = of._replace(dtype=options.pop("compute_dtype", None))
         config = configure(self._channel.rank, self._channel.size, views, read, options, of)
         choice = choose(config, self._method if of.method is None else read_method(of.method))
         self.member = Member(config, choice, self._channel, of, self.agree, tagged=self._check)

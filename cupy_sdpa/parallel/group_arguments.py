@@ -40,13 +40,16 @@ class HostOffsets:
 def read_member_operands(
     arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
-    """:func:`.read_operands` of a member, without the offsets of whole sequences, which are read where these are cut."""
+    """:func:`.read_operands` of a member, without ``compute_dtype`` and the offsets of whole sequences.
+
+    The offsets are read where the sequences are cut.
+    """
     passed = [name for name in CU_SEQLENS if options.get(name) is not None]
     stand_ins = dict.fromkeys(passed, arrays["q"])  # any array on the right device, because only its presence counts
-    operands, views, read = read_operands(arrays, {**options, **stand_ins})
+    operands, views, read = read_operands(arrays, {**options, **stand_ins}, results=())
     for name in passed:
         del operands[name], views[name]
-    return operands, views, read.without(*CU_SEQLENS)
+    return operands, views, read.without(*CU_SEQLENS).of_one_problem()
 
 
 def check_engine(options: Mapping[str, Any]) -> None:

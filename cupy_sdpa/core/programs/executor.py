@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
+from ..boundary.compute import check_converted
 from ..boundary.read_array import check_separate, read_arrays, tensor_name
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
 from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, kept_options
@@ -422,8 +423,16 @@ class Operands(NamedTuple):
     options: ReadOptions
 
 
-def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
+def read_operands(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str] | None = None, *, result: Any = None
+) -> Operands:
     """Read the arrays and the options of a call of several steps, each once; functions are recorded, see :func:`.kept_options`.
+
+    Args:
+        arrays, options: the arrays by name, and the options of the call.
+        results: the names of the arrays that a call with ``compute_dtype`` writes; with this option it checks the dtypes and
+            strides of its arrays. Default None: the call does not take ``compute_dtype``.
+        result: the dtype of dout, dq, dk and dv if the other arrays already have ``compute_dtype``. Default None: q's.
 
     Raises:
         TypeError, ValueError: an argument is not an array, an option does not exist, or has a wrong value.
@@ -433,7 +442,7 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     ((8, 2, 5, 1), Band(left=None, right=0, bottom_right=False))
     """
     layer_option, dtype, options = split_options(options)
-    check_option_names(options)
+    check_option_names(options if results is not None or dtype is None else {**options, "compute_dtype": dtype})
     passed, tensors, _ = read_arrays(arrays, options)
     options = kept_options(arrays["q"], options)
     operands = passed | tensors
@@ -444,6 +453,8 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
         described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
     head_dim, *_ = views["q"].shape or (0,)
     read = replace(read_options(described, head_dim), layer_option=layer_option, compute_dtype=dtype)
+    if dtype is not None:
+        check_converted({name: views.get(name) for name in arrays}, dtype=result, results=results or ())
     return Operands(operands, views, read)
 
 

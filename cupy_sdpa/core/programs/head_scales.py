@@ -73,12 +73,11 @@ def scaled(
 def _add_gradient(steps: Steps, dscale: View, stats: View, q: View, dq: View) -> None:
     """The sum of the products of q and the gradient of q times its scale, over the elements of each head."""
     from ..kernels.ragged import sum_over_scores
-    from ..kernels.row_means import row_means
 
     if not stats.size:
         steps.fill(dscale, 0)
         return
     rows = steps.temporary(stats.shape, stats.dtype)
-    steps.run(row_means, rows, stats, dq, q, None, 1.0, writes=[rows])
+    steps.row_means(rows, stats, (dq, q), None, 1.0)
     of_tokens = rows.T[..., None] if rows.ndim == 2 else rows  # (tokens, heads, batch)
     steps.run(sum_over_scores, of_tokens.transpose(0, 2, 1)[..., None], dscale[None, None, :, None], writes=[dscale])

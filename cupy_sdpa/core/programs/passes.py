@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.compute import check_converted
 from ..boundary.layouts import check_strides_of
 from ..boundary.read_array import check_arrays as check_specs
 from ..boundary.read_options import ReadOptions
@@ -69,11 +68,33 @@ def parse_backward(
         call = read_backward(**key.named(), options=key.options, **flags)
         call.given_stats = "whole"
         return call_of_problem(call)
-    arrays, views, options = _read_operands(key, ("dq", "dk", "dv"), result)
-    results, gradients = _results_of(views, options, gradients=True, result=result, **flags)
-    build = functools.partial(Builder.add_pass, views=views, options=options, **flags)
-    why = read_stats_gradient(views, options.compute_dtype)
-    return composed(key, arrays, views, results, build, gradients=gradients, refusal=why)
+    operands = _read_operands(key, ("dq", "dk", "dv"), result)
+    return composed_backward(key, operands, Builder.add_pass, operands.views, result=result, **flags)
+
+
+def composed_backward(
+    key: CallKey,
+    operands: Operands,
+    build: Callable[..., None],
+    computed: Mapping[str, View],
+    *,
+    result: Any = None,
+    **flags: Any,
+) -> ReadCall:
+    """Return the call of a backward pass of several steps, see :func:`.composed`.
+
+    Args:
+        key, operands: the call, and its arguments as :func:`.read_operands` returned them.
+        build: adds the steps to a builder. Its other arguments are ``views`` with the results, ``options``, and the flags.
+        computed: the views of the arrays from which the gradients are computed, if the steps first convert some of them.
+        result: the dtype of dout, dq, dk and dv. Default None: q's.
+        flags: the other arguments of :func:`.read_backward`.
+    """
+    arrays, views, options = operands
+    results, gradients = _results_of(computed, options, gradients=True, result=result, **flags)
+    why = _read_stats_gradient(computed, options.compute_dtype)
+    steps = functools.partial(build, views=views, options=options, **flags)
+    return composed(key, arrays, views, results, steps, gradients=gradients, refusal=why)
 
 
 def _is_per_head(options: Mapping[str, Any]) -> bool:
@@ -81,7 +102,7 @@ def _is_per_head(options: Mapping[str, Any]) -> bool:
     return is_any_array(options.get("scale"))
 
 
-def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
+def _read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
     """Check ``dstats`` of a call that computes in a dtype, by default q's; return a function that says why it can't run.
 
     Returns None without ``dstats``.
@@ -100,14 +121,12 @@ def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operand
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
     scale = {"scale": key.options["scale"]} if _is_per_head(key.options) else {}
     given = {**key.options, "scale": 1.0} if scale else key.options
-    arrays, views, options = read_operands(key.named() | scale, given)
+    arrays, views, options = read_operands(key.named() | scale, given, results, result=result)
     layer_option, dtype = options.layer_option, options.compute_dtype
     if scale:
         check_scales(views, dtype or dtype_name(views["q"].dtype))
         options |= {"scale": views["scale"]}
     of_call = {name: views.get(name) for name in key.names}
-    if dtype is not None:
-        check_converted(of_call, dtype=result, results=results)
     if layer_option is not None:
         for name in "qkv":
             check_strides_of(name, of_call[name], required=True)

@@ -252,6 +252,14 @@ class Steps:
         if wanted:
             self.run(concatenate, wanted, writes=[target for target, *_ in wanted])
 
+    def row_means(
+        self, target: View, stats: View, factors: tuple[View | None, View | None], mean: View | None, scale: float
+    ) -> None:
+        """Write each row's mean score derivative, with ``factors`` products and dout; see :func:`.row_means.row_means`."""
+        from ..kernels.row_means import row_means
+
+        self.run(row_means, target, stats, *factors, mean, scale, writes=[target])
+
     def fill(self, target: View, value: float) -> None:
         """Fill an array with a number."""
         if target.size:
