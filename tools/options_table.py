@@ -1,6 +1,7 @@
 """Write the table of options in docs/options.md: ``python tools/options_table.py > docs/options_table.md``."""
 
-from cupy_sdpa.core.options.table import OF_FEW_OPTIONS, OPTIONS, takes
+from cupy_sdpa.core.options.option import OF_FEW_OPTIONS
+from cupy_sdpa.core.options.table import OPTIONS
 
 
 def table() -> str:
@@ -9,7 +10,7 @@ def table() -> str:
     header = ("option", "default", "a plan depends on", "functions that don't take it", f"taken by {few}")
     rows = [header, ("---",) * len(header)]
     for option in OPTIONS.values():
-        taken = (name for name in OF_FEW_OPTIONS if takes(name, option))
+        taken = (name for name in OF_FEW_OPTIONS if option.refusal(name) is None)
         names = (", ".join(f"`{name}`" for name in some) or "–" for some in (option.refused, taken))
         rows.append((f"`{option.name}`", f"`{option.default}`", option.plan_depends_on or "–", *names))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -32,7 +32,7 @@ from ..extend import (
 from ..extend.arrays import Problem
 from ..extend.calls import read_forward
 from ..extend.functions import Recorded
-from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
+from ..extend.options import OPTIONS, Options, ReadOptions
 from ..extend.planning import problems_of_shapes
 from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
 
@@ -206,9 +206,8 @@ def _add_entropy_steps(builder: Builder, *, q: View, k: View, entropies: View, o
 
 def _refuse(name: str, options: Mapping[str, Any]) -> None:
     """Check that there are only supported options."""
-    refused = refused_by(name)
     for option, value in options.items():
-        instead = refused.get(option)
+        instead = OPTIONS[option].refusal(name) if option in OPTIONS else None
         if instead and OPTIONS[option].is_passed(value) and (option != "layout" or Axes(value).layout):
             raise Unsupported(f"{name} is not supported with {option}: {instead}")
 

@@ -1,7 +1,7 @@
 """Options: the table, checks, and values.
 
 ========== ===================================================================================================================
-table      OPTIONS, Options, ReadOptions, refused_by
+table      OPTIONS, Options, ReadOptions
 checks     kept_options
 values     as_float, Band
 ========== ===================================================================================================================
@@ -10,7 +10,7 @@ values     as_float, Band
 from ..core.boundary.read_options import ReadOptions
 from ..core.boundary.user_functions import kept_options
 from ..core.options.band import Band
-from ..core.options.table import OPTIONS, Options, refused_by
+from ..core.options.table import OPTIONS, Options
 from ..core.options.values import as_float
 
 __all__ = [
@@ -20,5 +20,4 @@ __all__ = [
     "ReadOptions",
     "as_float",
     "kept_options",
-    "refused_by",
 ]

@@ -149,6 +149,8 @@ class _Request(NamedTuple):
     def check(self) -> None:
         """Check the arguments that are not arrays."""
         refuse_fp8(self.options)
+        if (engine := self.options.get("engine")) is not None:
+            raise TypeError(f"engine is {engine!r}, which FP8 arrays do not take: they determine the engine; omit engine")
         _check_fp8_call(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
 
     def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:

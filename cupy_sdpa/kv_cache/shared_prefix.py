@@ -31,7 +31,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.calls import read_forward
-from ..extend.options import OPTIONS, Options, ReadOptions, refused_by
+from ..extend.options import OPTIONS, Options, ReadOptions
 from ..fp8.array import Fp8Array
 from .shared_prefix_kernel import divide
 
@@ -197,8 +197,8 @@ def _check_prefix(q: Array, k: Array, shared_prefix: int, options: ReadOptions) 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Check that no option is passed that the parts do not take: queries see the whole prefix, and masks are after it."""
-    for name in refused_by("shared_prefix_attention"):
-        if OPTIONS[name].is_passed(options.get(name)):
+    for name, option in OPTIONS.items():
+        if option.is_passed(options.get(name)) and option.refusal("shared_prefix_attention") is not None:
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 

@@ -13,7 +13,7 @@ from ..extend import Unsupported, View, check_arrays, cupy_runtime, numpy_dtype,
 from ..extend.arrays import Problem, check_strides_of, expected_arrays
 from ..extend.calls import read_forward
 from ..extend.functions import Recorded
-from ..extend.options import OPTIONS, ReadOptions, refused_by
+from ..extend.options import OPTIONS, ReadOptions
 from .configuration import Configuration, Request
 from .shards import ShardLayout
 
@@ -71,8 +71,9 @@ def configure(
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
     """
-    for name, reason in refused_by("ContextParallel").items():
-        if OPTIONS[name].is_passed(options.get(name)):
+    for name, option in OPTIONS.items():
+        reason = option.refusal("ContextParallel")
+        if reason is not None and option.is_passed(options.get(name)):
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from ..layout import default_layout
-from ..options.table import OPTIONS, GradientOptions, Settings, help_of_options, refused_by, takes
+from ..options.table import OPTIONS, GradientOptions, Settings, help_of_options
 from ..problem.arrays import REQUESTS
 from ..problem.problem import Problem
 from .layouts import check_layout, in_default, refuse_default
@@ -151,7 +151,9 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
     # a default ... lets a call with other names reach the check of the names
     parameters = [p.replace(default=p.empty, annotation="Array") if p.default is ... else p for p in parameters]
     defaults = dict.fromkeys(REQUESTS, False) if gradients else {}
-    defaults |= {option.name: option.default for option in OPTIONS.values() if takes(name or function.__name__, option)}
+    defaults |= {
+        option.name: option.default for option in OPTIONS.values() if option.refusal(name or function.__name__) is None
+    }
     for keyword, default in defaults.items():
         annotation = GradientOptions.__annotations__[keyword]
         text = getattr(annotation, "__forward_arg__", annotation)
@@ -243,8 +245,9 @@ def split_requests(options: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[
 
 def check_names(options: Mapping[str, Any]) -> None:
     """Check that every option exists."""
-    for name, instead in refused_by("problem").items():
-        if options.get(name) is not None:
+    for name, value in options.items():
+        instead = OPTIONS[name].refusal("problem") if value is not None and name in OPTIONS else None
+        if instead is not None:
             remedy = f": {instead}" if instead else ""
             raise TypeError(
                 f"this call does not take {name}; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "

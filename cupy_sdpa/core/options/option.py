@@ -17,6 +17,12 @@ from .values import is_one_of
 #: value, the elements of the part (``"sliced"``), or what the function decides (``"call"``), as for masks of bands and packed
 #: sequences. Without a value (``""``) such functions do not take the option.
 PartsOption = Literal["", "same", "sliced", "call"]
+#: The functions that take only a few options; the rows name them in ``taken``.
+OF_FEW_OPTIONS = ("shared_prefix_attention", "widen")
+#: The functions that split a call into calls on parts of the sequences; ``ContextParallel`` stands for its methods. They take
+#: no option whose row does not say what a part gets.
+OF_PARTS = ("weight_sums", "weight_sums_problems", "ContextParallel")
+_NO_PARTS = "the call is split into parts of the sequences, and what a part of this option is was not defined: omit it"
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Option:
         parts: how a function that splits a call gives it to the calls on the parts, see :data:`PartsOption`.
         cpu_only: why cuDNN does not compute it; None if it does.
         refused: the functions that do not take it, and what to do instead; empty if another error says it.
-        taken: the functions that take it although they take few options (:data:`.table.OF_FEW_OPTIONS`).
+        taken: the functions that take it although they take few options (:data:`OF_FEW_OPTIONS`).
     """
 
     name: str
@@ -133,6 +139,18 @@ class Option:
         """Return what a problem has of the option: an array, or the value of a setting; None or False without it."""
         path = self.part or (self.name if self.axes else "")
         return operator.attrgetter(path) if path else lambda problem: None
+
+    def refusal(self, function: str) -> str | None:
+        """Return what to do instead if a public function does not take the option, or an empty text; None if it takes it.
+
+        >>> option = Option("sinks", "sinks", refused={"weight_sums": "use another function"})
+        >>> option.refusal("weight_sums"), option.refusal("attention_vjp")
+        ('use another function', None)
+        """
+        if function in OF_FEW_OPTIONS:
+            return None if function in self.taken else ""
+        without_parts = _NO_PARTS if function in OF_PARTS and not self.parts else None
+        return self.refused.get(function, without_parts)
 
     def is_passed(self, value: Any) -> bool:
         """True if a value differs from the option's default."""

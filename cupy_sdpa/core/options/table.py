@@ -7,7 +7,6 @@ compares them.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -17,7 +16,7 @@ from ..score_fn.expression import Expression
 from ..score_fn.tracer import MaskMod, ScoreMod
 from . import alibi, band, bias, dropout, packed, scale, softcap
 from .band import Band
-from .option import CpuOnly, Option, ScoreInputs
+from .option import OF_FEW_OPTIONS, CpuOnly, Option, ScoreInputs
 from .values import optional_count
 
 #: Which gradients of ``tensors`` are requested: all, none, or the gradients of the given names.
@@ -135,11 +134,7 @@ GROUPS = {
     "plans": "control how calls are planned.",
     "arrays": 'axes, precision and engine. Default: ``"dhsb"``, q\'s dtype, the engine of the arrays.',
 }
-#: The functions that take only a few options; the rows name them in ``taken``.
-OF_FEW_OPTIONS = ("shared_prefix_attention", "widen")
 _PREFIX, _WIDEN = OF_FEW_OPTIONS
-#: The functions that split a call into calls on parts of the sequences; ``ContextParallel`` stands for its methods.
-OF_PARTS = ("weight_sums", "weight_sums_problems", "ContextParallel")
 
 
 def _refused(names: str, instead: str) -> dict[str, str]:
@@ -150,7 +145,6 @@ _SUMS = "weight_sums weight_sums_problems weight_entropy"
 _NO_PAGES = _refused("attention_backward attention_vjp attention_jvp jvp_problems", "gather the pages into dense k and v")
 _GROUPS = "ContextParallel"
 _NOT_DROPPED = _refused(_SUMS, "weights are taken before dropout: omit it, seed= and offset=")
-_NO_PARTS = "the call is split into parts of the sequences, and what a part of this option is was not defined: omit it"
 _OTHER_MEAN = _refused(
     "weight_entropy",
     "the output with k as values gives the mean score only if scores are scale * q k: omit it. Pass masks as mask= or "
@@ -269,25 +263,3 @@ def help_of_options() -> str:
     for option in OPTIONS.values():
         names[option.group].append(option.name)
     return "".join(f"{', '.join(names[group])}: {text}\n" for group, text in GROUPS.items())
-
-
-def takes(function: str, option: Option) -> bool:
-    """True if a public function takes an option.
-
-    >>> takes("attention_vjp", OPTIONS["page_table"]), takes("attention_vjp", OPTIONS["sinks"])
-    (False, True)
-    """
-    return option.name not in refused_by(function)
-
-
-@functools.cache
-def refused_by(function: str) -> Mapping[str, str]:
-    """Return the options that a public function does not take, and what to do instead.
-
-    A function that splits its calls takes no option whose row does not say what a part gets.
-    """
-    if function in OF_FEW_OPTIONS:
-        return {row.name: "" for row in OPTIONS.values() if function not in row.taken}
-    in_parts = function in OF_PARTS
-    rows = (row for row in OPTIONS.values() if function in row.refused or (in_parts and not row.parts))
-    return {row.name: row.refused.get(function, _NO_PARTS) for row in rows}
