@@ -8,7 +8,7 @@ any other name of the core, and the names of these modules, may change without n
 ========== ===================================================================================================================
 operation  operation, Call, CallKey, ReadCall, call_of, results_of, read_operands, composed
 steps      Builder, View, Check, Constant
-options    takes_options, read_count, read_flag, read_positive, is_one_of
+options    takes_options, read_count, read_flag, read_number, read_positive, is_one_of
 arrays     Array, ArrayT, Axes, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
            row_stats_dtype, row_stats_shape
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
@@ -24,7 +24,7 @@ from ..core.boundary.options import takes_options
 from ..core.boundary.read_array import arrays_on_gpu, as_int32, check_arrays, read_array
 from ..core.errors import Unsupported, in_words
 from ..core.kernels.merge import Parts, merge_parts
-from ..core.options.values import is_one_of, read_count, read_flag, read_positive
+from ..core.options.values import is_one_of, read_count, read_flag, read_number, read_positive
 from ..core.problem.problem import row_stats_dtype, row_stats_shape
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..core.problem.view import View
@@ -69,6 +69,7 @@ __all__ = [
     "read_array",
     "read_count",
     "read_flag",
+    "read_number",
     "read_operands",
     "read_positive",
     "results_of",

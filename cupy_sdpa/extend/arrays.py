@@ -1,7 +1,7 @@
 """Arrays of a call: their names and dtypes, checks, layouts, and other libraries.
 
 ========= ====================================================================================================================
-names     KEY_ARRAYS, REQUESTS
+names     KEY_ARRAYS
 dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
 problems  Problem, NoArray
 checks    expected_arrays, check_strides_of
@@ -15,7 +15,7 @@ from ..core.boundary.conversion import Conversion
 from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..core.boundary.libraries import Library, is_on_gpu
 from ..core.boundary.read_array import NoArray
-from ..core.problem.arrays import KEY_ARRAYS, REQUESTS
+from ..core.problem.arrays import KEY_ARRAYS
 from ..core.problem.problem import Problem
 from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, rounded
 from ..core.problem.validation import expected_arrays
@@ -24,7 +24,6 @@ __all__ = [
     "FLOAT_DTYPES",
     "FP8_LARGEST",
     "KEY_ARRAYS",
-    "REQUESTS",
     "Conversion",
     "Layout",
     "Library",

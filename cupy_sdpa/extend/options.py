@@ -3,7 +3,7 @@
 ========== ===================================================================================================================
 table      OPTIONS, Options, ReadOptions
 checks     kept_options
-values     as_float, Band
+values     Band
 ========== ===================================================================================================================
 """
 
@@ -11,13 +11,11 @@ from ..core.boundary.read_options import ReadOptions
 from ..core.boundary.user_functions import kept_options
 from ..core.options.band import Band
 from ..core.options.table import OPTIONS, Options
-from ..core.options.values import as_float
 
 __all__ = [
     "OPTIONS",
     "Band",
     "Options",
     "ReadOptions",
-    "as_float",
     "kept_options",
 ]

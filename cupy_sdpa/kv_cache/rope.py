@@ -22,9 +22,9 @@ from ..extend import (
     read_array,
     read_count,
     read_flag,
+    read_number,
 )
 from ..extend.arrays import FLOAT_DTYPES, Layout, check_strides_of, takes_default
-from ..extend.options import as_float
 from . import rope_kernel as kernels
 from .cache_arguments import other_names
 
@@ -148,9 +148,7 @@ Rope.__init__ = other_names(  # type: ignore[method-assign]
 
 def _number(name: str, value: Any) -> float:
     """Return a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not math.isfinite(found := as_float(value)):
+    if not math.isfinite(found := read_number(name, value)):
         raise ValueError(f"{name} is {found}; it must be finite")
     return found
 

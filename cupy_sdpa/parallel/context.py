@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from ..attention_functions import attention_backward
 from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of
-from ..extend.arrays import REQUESTS, check_strides_of, has_own_axes, takes_default
+from ..extend.arrays import check_strides_of, has_own_axes, takes_default
 from ..extend.calls import BoundPrograms
 from ..extend.options import kept_options
 from .agreement import Agreement
@@ -447,7 +449,9 @@ class ContextParallel:
 
 
 #: The flags of gradients that a group does not sum over its members.
-_REFUSED_REQUESTS = frozenset(REQUESTS) - {"return_dsinks"}
+_REFUSED_REQUESTS = {
+    name for name in inspect.signature(attention_backward).parameters if name.startswith("return_d") and name != "return_dsinks"
+}
 
 
 def _drop_requests(options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .values import LARGEST, SMALLEST, as_float, check_number
+from .values import LARGEST, SMALLEST, read_number
 
 
 def read_scale(scale: Any, head_dim: int) -> float:
@@ -13,13 +13,12 @@ def read_scale(scale: Any, head_dim: int) -> float:
     default = 1 / math.sqrt(head_dim or 1)
     if scale is None:
         return default
-    check_number(
+    value = read_number(
         "scale", scale,
         ": convert an array of one element with float(...). attention, attention_backward, attention_vjp, prepare and explain "
         "also take a scale for each head, an array (Hq,), except in FP8; in other calls, multiply q by it and pass scale=1. "
         "With attention_jvp, also multiply dq by it",
     )  # fmt: skip
-    value = as_float(scale)
     if not abs(value) <= LARGEST:  # also true for NaN
         raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
     return value

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..score_fn.mask_analysis import MASKED_SCORE
 from .option import ScoreInputs
-from .values import LARGEST, SMALLEST, as_float, check_number
+from .values import LARGEST, SMALLEST, read_number
 
 
 def read(options: Mapping[str, Any]) -> float | None:
@@ -18,10 +18,10 @@ def read(options: Mapping[str, Any]) -> float | None:
     softcap = options.get("softcap")
     if softcap is None:
         return None
-    check_number("softcap", softcap, ", or None for no cap")
-    if not SMALLEST <= as_float(softcap) <= LARGEST:
+    value = read_number("softcap", softcap, ", or None for no cap")
+    if not SMALLEST <= value <= LARGEST:
         raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
-    return float(softcap)
+    return value
 
 
 def is_given(softcap: float | None) -> bool:

@@ -79,15 +79,19 @@ def optional_count(name: str, what: str, least: int = 0) -> Callable[[Mapping[st
     return read
 
 
-def check_number(name: str, value: Any, advice: str) -> None:
-    """Raise TypeError for a scalar that is not a real number; ``advice`` ends the message."""
+def read_number(name: str, value: Any, advice: str = "") -> float:
+    """Read a real number as a Python float, infinity for a number beyond its range; ``advice`` ends the message.
+
+    Raises:
+        TypeError: it is not a number.
+
+    >>> read_number("scale", np.float32(0.5)), read_number("scale", -(10**400))
+    (0.5, -inf)
+    """
     if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {in_words(value)}; it must be a number{advice}")
-
-
-def as_float(number: Any) -> float:
-    """Convert a number to a Python float; return infinity for a number beyond its range."""
+        text = f" {value!r}" if isinstance(value, str) else ""
+        raise TypeError(f"{name} is {in_words(value)}{text}; it must be a number{advice}")
     try:
-        return float(number)
+        return float(value)
     except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf
