@@ -6,14 +6,14 @@ dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
 problems  Problem, NoArray
 checks    expected_arrays, check_strides_of
 layouts   Layout, Conversion, has_own_axes, takes_default
-libraries Library, is_on_gpu
+libraries Library
 ========= ====================================================================================================================
 """
 
 from ..core._typing import Layout
 from ..core.boundary.conversion import Conversion
 from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_default
-from ..core.boundary.libraries import Library, is_on_gpu
+from ..core.boundary.libraries import Library
 from ..core.boundary.read_array import NoArray
 from ..core.problem.arrays import KEY_ARRAYS
 from ..core.problem.problem import Problem
@@ -32,7 +32,6 @@ __all__ = [
     "check_strides_of",
     "expected_arrays",
     "has_own_axes",
-    "is_on_gpu",
     "rounded",
     "takes_default",
 ]

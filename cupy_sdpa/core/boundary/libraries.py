@@ -6,8 +6,9 @@ Which types of arrays there are is registered (:mod:`.core.hooks`).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,23 +19,33 @@ from ..runtime import cupy_runtime
 _CPU, _CUDA = 1, 2
 
 
-class Library(NamedTuple):
-    """How arrays of a library are shared.
+class Library:
+    """A library whose arrays are passed to calls. A subclass says how they are shared; here by DLPack, as numpy and CuPy share.
 
     Attributes:
         name: the name of the library.
-        share: converts an array of the library, given the name of the argument and the array, to a numpy or CuPy array.
-        returned: converts a numpy or CuPy array to an array of the library.
+        writable: whether arrays can be written to.
         stream: returns the address of the library's current stream on a device, given by its number; None if the library has no
             such function. CuPy's current stream is then used, and the call returns when its work is done.
-        writable: whether arrays can be written to.
     """
 
-    name: str
-    share: Callable[[str, Any], Any]
-    returned: Callable[[Any], Any]
-    stream: Callable[[Any], int] | None = None
-    writable: bool = True
+    writable = True
+    stream: Callable[[int], int] | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def share(self, name: str, array: Any) -> Any:
+        """Convert an array of the library, the argument ``name``, to a numpy or CuPy array."""
+        return cupy_runtime.cupy().from_dlpack(array) if _is_on_gpu(array) else self.in_numpy(array)
+
+    def in_numpy(self, array: Any) -> Any:
+        """Convert an array in the memory of the CPU to a numpy array."""
+        return np.from_dlpack(array)
+
+    def returned(self, array: Any) -> Any:
+        """Convert a numpy or CuPy array to an array of the library."""
+        return sys.modules[self.name].from_dlpack(array)
 
 
 def library_of(array: Any) -> Library | None:
@@ -94,13 +105,13 @@ def on_stream_of(library: Library, device: int) -> Iterator[None]:
 
 def sharing_stream(library: Library, array: Any) -> Any:
     """Return a context that shares arrays: CuPy uses the library's current stream on the device of one of its arrays."""
-    if library.stream is None or not is_on_gpu(array):
+    if library.stream is None or not _is_on_gpu(array):
         return contextlib.nullcontext()
     _, device = array.__dlpack_device__()
     return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(int(device)))
 
 
-def is_on_gpu(array: Any) -> bool:
+def _is_on_gpu(array: Any) -> bool:
     """True if an array of another library is in the memory of a GPU."""
     if not hasattr(array, "__dlpack_device__"):
         return hasattr(array, "__cuda_array_interface__")
