@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import Problem
-from ..extend.planning import as_data
 from .case import GRADIENTS, SIZES, Case, Dropout, Packed, Paged
 from .sampler import Limits, within
 from .weight_options import ROWS
@@ -118,7 +117,7 @@ def _function(problem: Problem, steps: tuple[Any, ...]) -> tuple[str, str]:
         name: "".join(letter for letter, n in zip("kqhb", spec.shape, strict=True) if n > 1)[::-1] or "1"
         for name, spec in specs.items()
     }
-    return json.dumps({"arrays": axes, "steps": as_data(steps)}), next(iter(dtypes), "")
+    return json.dumps({"arrays": axes, "steps": [step.as_data() for step in steps]}), next(iter(dtypes), "")
 
 
 def _layouts(problem: Problem) -> dict[str, str]:

@@ -1,20 +1,17 @@
 """Problems ahead of time: the problems of a call, the report on it, and what a GPU or a version of cuDNN supports.
 
 ========== ===================================================================================================================
-problems   as_data, problem_of_data, problems_of_shapes, Report
+problems   problems_of_shapes, Report
 GPUs       writes_16_bits
 ========== ===================================================================================================================
 """
 
-from ..core.problem.plain_data import as_data, problem_of_data
 from ..core.programs.calls import problems_of_shapes
 from ..core.replay.call_report import Report
 from ..core.support.rules import writes_16_bits
 
 __all__ = [
     "Report",
-    "as_data",
-    "problem_of_data",
     "problems_of_shapes",
     "writes_16_bits",
 ]

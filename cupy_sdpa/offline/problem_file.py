@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterable
 
 from ..extend.arrays import Problem
-from ..extend.planning import as_data, problem_of_data
 
 try:
     import fcntl
@@ -31,7 +30,7 @@ def read(path: str | os.PathLike[str]) -> list[Problem]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found[problem_of_data(json.loads(line))] = None
+                found[Problem.of_data(json.loads(line))] = None
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not a problem: {error}") from None
     if not found:
@@ -47,7 +46,7 @@ def add(path: str | os.PathLike[str], problems: Iterable[Problem]) -> int:
     """
     import json
 
-    lines = dict.fromkeys(json.dumps(as_data(problem), allow_nan=False).encode() for problem in problems)
+    lines = dict.fromkeys(json.dumps(problem.as_data(), allow_nan=False).encode() for problem in problems)
     with open(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "r+b", buffering=0) as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -43,7 +43,7 @@ LAYERS = (
     ("core/options",),
     ("core/runtime",),
     ("core/score_fn", "core/cudnn", "core/layout"),
-    ("core/hooks", "core/errors", "core/version", "core/_html", "core/_interrupt", "core/_typing"),
+    ("core/hooks", "core/errors", "core/version", "core/_data", "core/_html", "core/_interrupt", "core/_typing"),
     ("core/__init__",),
     ("reference", "zoo"),
 )  # fmt: skip

@@ -1,57 +1,24 @@
-"""Problems as plain data: dictionaries, lists, texts and numbers, field by field, as JSON has them.
-
-Fields that have their default value are left out. Data that comes from elsewhere is checked: :func:`problem_of_data` returns
-only problems that this version of the package can run.
-"""
+"""The arguments of a problem from plain data, which comes from elsewhere: all that this version of the package can run."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._data import fields_of
 from ..options.band import Band
 from ..options.table import Settings, Split
 from ..score_fn.expression import LEAVES, Expression, Step
 from ..score_fn.modes import MODES
-from .problem import Problem
 from .tensor_spec import ITEMSIZE, TensorSpec
 
 
-def as_data(value: Any) -> Any:
-    """Return a problem, or a part of it, as plain data; a number that is not finite is a text.
-
-    >>> as_data(Band(right=0))
-    {'right': 0}
-    >>> as_data((Step("score"), Step("neg", (0,))))
-    [{'mode': 'score'}, {'mode': 'neg', 'args': [0]}]
-    """
-    if dataclasses.is_dataclass(value) or hasattr(value, "_asdict"):
-        named = ((name, getattr(value, name), default) for name, default in _fields(type(value)).items())
-        return {name: as_data(part) for name, part, default in named if part != default or type(part) is not type(default)}
-    if isinstance(value, tuple):
-        return [as_data(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value.item() if hasattr(value, "item") else value
-
-
-def problem_of_data(data: Any) -> Problem:
-    """Return the problem of plain data.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: the data is not a problem, or is one of another version.
-
-    >>> import cupy_sdpa
-    >>> problem = cupy_sdpa.problem((64, 8, 100, 1), (64, 2, 100, 1), (64, 2, 100, 1), dtype="float16", causal=True)
-    >>> problem_of_data(as_data(problem)) == problem
-    True
-    """
+def arguments_of(data: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of the problem of plain data, given their ``names``. Raises as :meth:`.Problem.of_data`."""
     _require(isinstance(data, Mapping), f"a problem is a JSON object, not {data!r}")
     if missing := [name for name in ("q", "k", "v", "out") if name not in data]:
         raise ValueError(f"{', '.join(missing)} is missing")
-    if unknown := [name for name in data if name not in _fields(Problem)]:
+    if unknown := [name for name in data if name not in names]:
         raise ValueError(f"a problem has no {', '.join(unknown)}; the file may come from another version: write it again")
     found: dict[str, Any] = {}
     for name, value in data.items():
@@ -63,14 +30,7 @@ def problem_of_data(data: Any) -> Problem:
             found[name] = _spec(name, value)
     for name in ("q", "k", "v", "out"):
         _require(len(found[name].shape) in (3, 4), f"{name} has the shape {found[name].shape}; it must have 3 or 4 axes")
-    return Problem(**found)
-
-
-def _fields(kind: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass or a NamedTuple, each with its default; :data:`dataclasses.MISSING` if it has none."""
-    if dataclasses.is_dataclass(kind):
-        return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
-    return {name: kind._field_defaults.get(name, dataclasses.MISSING) for name in kind._fields}
+    return found
 
 
 def _require(condition: Any, message: str) -> None:
@@ -84,7 +44,7 @@ def _is_count(value: Any) -> bool:
 
 def _spec(name: str, value: Any) -> TensorSpec:
     """Return an array of a problem."""
-    names = _fields(TensorSpec)
+    names = fields_of(TensorSpec)
     _require(isinstance(value, dict) and value.keys() == names.keys(), f"{name} must have {', '.join(names)}")
     dtype, shape, strides = value["dtype"], value["shape"], value["strides"]
     named = value["name"] == name or (name in ("captured", "dcaptured") and type(value["name"]) is str)

@@ -14,10 +14,13 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from .._data import as_data
 from ..options.band import Band
 from ..options.table import DEFAULT_SETTINGS, OF_DIAGONAL, OPTIONS, Settings
 from .arrays import GRADIENTS, REQUESTED_GRADIENTS, RESULTS, SCORE_GRADIENTS
+from .plain_data import arguments_of
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
 #: The dtypes of captured arrays.
@@ -103,6 +106,25 @@ class Problem:
     def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
         # The object is constructed again in another process, because string hashes differ between processes.
         return Problem, tuple(getattr(self, name) for name in _FIELDS)
+
+    @classmethod
+    def of_data(cls, data: Any) -> Problem:
+        """Return the problem that :meth:`as_data` returned as plain data.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: the data is not a problem, or is one of another version.
+        """
+        return cls(**arguments_of(data, _FIELDS))
+
+    def as_data(self) -> Any:
+        """Return the problem as plain data, as JSON has it, without the fields that have their default value.
+
+        >>> import cupy_sdpa
+        >>> problem = cupy_sdpa.problem((64, 8, 100, 1), (64, 2, 100, 1), (64, 2, 100, 1), dtype="float16", causal=True)
+        >>> Problem.of_data(problem.as_data()) == problem
+        True
+        """
+        return as_data(self)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -12,8 +12,9 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from .._data import as_data
 from .modes import MODES, OPPOSITE
 
 Kind = Literal["float", "int", "bool"]
@@ -47,6 +48,14 @@ class Step(NamedTuple):
     name: str = ""
     kind: Kind = "float"
     value: float = 0.0
+
+    def as_data(self) -> Any:
+        """Return the step as plain data, as JSON has it, without the fields that have their default value.
+
+        >>> [step.as_data() for step in (Step("score"), Step("neg", (0,)))]
+        [{'mode': 'score'}, {'mode': 'neg', 'args': [0]}]
+        """
+        return as_data(self)
 
 
 class Expression(NamedTuple):
