@@ -66,12 +66,10 @@ def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     except CudnnError as error:
         if gpu is None or cudnn is not None:
             raise
-        from ..extend.cudnn import Target
-
-        version, cause = SupportTable().version, one_line(error.summary)
-        report = explained(problem, gpu=gpu, cudnn=version)
-        note = f"{Target.described(gpu).model}; cuDNN {version}; from the support table alone, not planned: {cause}"
-        return dataclasses.replace(report, note=f"{note} (--cudnn VERSION selects another version)")
+        report = explained(problem, gpu=gpu, cudnn=SupportTable().version)
+        refused = f"; from the support table alone, not planned: {one_line(error.summary)}"  # the others' notes say so
+        note = f"{report.note}{refused * (not report)} (--cudnn VERSION selects another version)"
+        return dataclasses.replace(report, note=note)
 
 
 def as_json(report: Report) -> dict[str, Any]:
