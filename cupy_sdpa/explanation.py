@@ -410,10 +410,12 @@ def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, in
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:
     """Return the report on a problem that the installed cuDNN plans for a described GPU."""
+    from .core.cudnn_engine.described import plan_described
+
     note = _target_text(target.model, planner.version)
     if reasons := why_not(problem, planner.version, target.capability):
         return refusal_report(problem, reasons, note)
-    answer = planner.plan(problem, target)
+    answer = planner.call(plan_described, problem, target)
     if isinstance(answer, str):
         return Report("cuDNN", problem, graph_of(problem), reasons=tuple(answer.splitlines()), note=note)
     return plan_report(problem, answer, target.capability, note)

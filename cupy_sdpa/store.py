@@ -112,6 +112,8 @@ def build(
     >>> [result.gpu for result in results if result.plan is None]  # doctest: +SKIP
     []
     """
+    from .core.cudnn.library import OVERRIDE
+    from .core.cudnn_engine.described import plan_described
     from .core.cudnn_engine.plan import Target
     from .offline.remote_planner import Planner
 
@@ -127,12 +129,15 @@ def build(
         raise TypeError(f"cudnn is {cudnn!r}; pass a version as '9.19', or the path of a libcudnn.so.9 as text")
     workers = workers if workers is None else read_positive("workers", workers)
     targets = [Target.described(os.fspath(name)) for name in names]
-    library = cudnn if cudnn is not None and "/" in cudnn else None
-    required = version_number(cudnn) if cudnn is not None and library is None else None
+    variables, required = dict[str, str](), None
+    if cudnn is not None and "/" in cudnn:
+        variables = {OVERRIDE: cudnn}
+    elif cudnn is not None:
+        required = version_number(cudnn)
     DiskCache(Path(folder)).check()
     parts = dict.fromkeys(part for problem in problems for part in launched_problems(problem))
     jobs = [(problem, target) for target in targets for problem in parts if not problem.trivial]
-    with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), library) as planner:
+    with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), **variables) as planner:
         if required not in (None, planner.version):
             raise ValueError(
                 f"cudnn is {cudnn!r}, but cuDNN {version_text(planner.version)} is installed: "
@@ -145,7 +150,8 @@ def build(
         allowed = [index for index, refusal in enumerate(reasons) if not refusal]
         if progress:
             progress(len(results), len(jobs))
-        for number, result in planner.plan_all([jobs[index] for index in allowed], Path(folder).absolute()):
+        arguments = ((*jobs[index], Path(folder).absolute()) for index in allowed)
+        for number, result in planner.call_all(plan_described, arguments):
             results[allowed[number]] = result
             if progress:
                 progress(len(results), len(jobs))

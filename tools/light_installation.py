@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 from cupy_sdpa.cli.support_problems import PROBES
+from cupy_sdpa.core.cudnn_engine.described import plan_described
 from cupy_sdpa.core.cudnn_engine.plan import Target, knobs_text
 from cupy_sdpa.offline.remote_planner import Planner
 
@@ -34,8 +35,8 @@ def main() -> None:
     problems = list(PROBES.items())[: arguments.problems]
     found = []
     for path in (arguments.light, arguments.full):
-        with Planner(cudnn=str(path)) as planner:
-            found.append([planner.plan(problem, target) for _, problem in problems])
+        with Planner(CUPY_SDPA_CUDNN=str(path)) as planner:
+            found.append([planner.call(plan_described, problem, target) for _, problem in problems])
     same = refused = 0
     for (name, _), light, full in zip(problems, *found, strict=True):
         if text_of(light) == text_of(full):

@@ -21,6 +21,8 @@ import numpy as np
 
 import cupy_sdpa
 from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
+from cupy_sdpa.core.cudnn.library import OVERRIDE
+from cupy_sdpa.core.cudnn_engine.described import plan_described
 from cupy_sdpa.core.cudnn_engine.plan import Target
 from cupy_sdpa.core.errors import CudnnError
 from cupy_sdpa.core.problem.problem import Problem
@@ -198,9 +200,9 @@ def measure(
     subproblem = {title: subproblems(problem)[-1] for title, problem in probes.items()}  # the last is specific to the problem
     pairs = [(title, gpu) for gpu in gpus.REPRESENTATIVES for title in probes]
     findings: dict[int, Finding] = {}
-    with Planner(2, cudnn) as planner:
+    with Planner(2, **({} if cudnn is None else {OVERRIDE: cudnn})) as planner:
         jobs = [(subproblem[title], Target.described(gpu)) for title, gpu in pairs]
-        for index, plan in planner.plan_all(jobs, None):
+        for index, plan in planner.call_all(plan_described, jobs):
             title, gpu = pairs[index]
             rules = tuple(reason.rule for reason in why_not(probes[title], planner.version, gpus.capability_of(gpu)))
             if isinstance(plan, str):

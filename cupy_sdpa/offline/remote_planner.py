@@ -2,23 +2,25 @@
 
 cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires
 a ``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash the
-process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`).
+process inside cuDNN. Therefore the functions of the core that plan are called in worker processes (:mod:`.plan_worker`).
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from ..extend.arrays import Problem
-from ..extend.cudnn import OVERRIDE, CudnnError, PlanInfo, Target
+from ..extend.cudnn import CudnnError, planning_version
 from . import _workers
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
 
@@ -28,57 +30,63 @@ class Planner(_workers.Pool):
 
     Args:
         workers: number of processes.
-        cudnn: path of the libcudnn.so.9 to use. Default None: the library that this process would load.
+        variables: environment variables of the processes besides those of this process.
+
+    Attributes:
+        version: the version of cuDNN.
 
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
     """
 
-    def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
-        self.environment = _workers.worker_environment(**({} if cudnn is None else {OVERRIDE: cudnn}))
+    def __init__(self, workers: int = 1, **variables: str) -> None:
+        self.environment = _workers.worker_environment(**variables)
         super().__init__(workers, lambda: _workers.Worker(_COMMAND, self.environment))
         try:
-            self.version = int(self._answer(None))
-        except BaseException:
+            self.version = self._result(planning_version)
+        except BaseException as error:
             self.kill()
             self.close()
+            if isinstance(error, _workers.WorkerEnded):
+                status = error.status
+                raise CudnnError(f"the planning process ended with exit status {status} before the first request") from None
             raise
 
-    def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
-        """Plan a problem; the support table is not consulted, and the plan is stored only in ``disk_cache``, a folder.
-
-        Returns its properties, or the reason why there is no plan: cuDNN's refusal, a crash of the process, or a folder in
-        which it cannot be stored.
+    def call(
+        self, function: Callable[Arguments, Answer], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Answer | str:
+        """Call a function in a worker. Return its result, or that the process crashed.
 
         Raises:
             CudnnError: cuDNN failed, or a worker cannot be started.
-            RuntimeError: planning failed outside cuDNN; the message contains the traceback.
+            RuntimeError: the function failed outside cuDNN; the message contains the traceback.
         """
-        result: PlanInfo | str = self._answer((problem, target, disk_cache))
-        return result
+        try:
+            return self._result(functools.partial(function, *arguments, **named))
+        except _workers.WorkerEnded as ended:
+            return f"planning ended the process inside cuDNN (exit status {ended.status})"
 
-    def plan_all(
-        self, problems: Iterable[tuple[Problem, Target]], disk_cache: Path | None
-    ) -> Iterator[tuple[int, PlanInfo | str]]:
-        """:meth:`plan` all problems in parallel; yields (index, result) in order of completion."""
+    def call_all(
+        self, function: Callable[..., Answer], arguments: Iterable[tuple[Any, ...]]
+    ) -> Iterator[tuple[int, Answer | str]]:
+        """:meth:`call` a function with each of several tuples of arguments in parallel.
+
+        Yields (index, result) in order of completion.
+        """
         threads = ThreadPoolExecutor(self.size)
         try:
-            jobs = {threads.submit(self.plan, *job, disk_cache): index for index, job in enumerate(problems)}
+            jobs = {threads.submit(self.call, function, *given): index for index, given in enumerate(arguments)}
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error the processes are killed
 
-    def _answer(self, request: Any) -> Any:
+    def _result(self, request: Callable[[], Answer]) -> Answer:
+        """Return the result of a request, or raise the exception that it raised. Raises as :meth:`.Worker.request`."""
         try:
-            result = self.request(request)
+            result: Answer | Exception = self.request(request)
         except OSError as error:
             raise CudnnError(f"a planning process cannot be started: {error}") from error
-        except _workers.WorkerEnded as ended:
-            status = ended.status
-            if request is None:
-                raise CudnnError(f"the planning process ended with exit status {status} before the first request") from None
-            return f"planning ended the process inside cuDNN (exit status {status})"
         if isinstance(result, Exception):
             raise result
         return result

@@ -111,12 +111,13 @@ def test_the_light_wheels_are_found(light, tmp_path):
 #: Plans a problem that no engine computes.
 REFUSED = """
 import cupy_sdpa
+from cupy_sdpa.core.cudnn_engine.described import plan_described
 from cupy_sdpa.core.cudnn_engine.plan import Target
 from cupy_sdpa.offline.remote_planner import Planner
 
 shape = (12, 8, 64, 2)
 with Planner() as planner:
-    print(planner.plan(cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16"), Target.described("h200")))
+    print(planner.call(plan_described, cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16"), Target.described("h200")))
 """
 
 

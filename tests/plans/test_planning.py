@@ -8,6 +8,7 @@ from planner import library_version, plan_graph, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError
+from cupy_sdpa.core.cudnn_engine.described import plan_described
 from cupy_sdpa.core.cudnn_engine.plan import PlanInfo, Target
 from cupy_sdpa.core.cudnn_engine.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.core.graph.attention_backward import backward
@@ -177,10 +178,10 @@ def test_gradients_that_crash_cudnn_are_refused(name, planner):
     version = planner.call(library_version)
     deadly, remedy = problem(**deadly), problem(**remedy)
     refused = [reason.rule for reason in why_not(deadly, version, 90)]
-    answer = kept_planner().plan(deadly, Target.described("h200"))
+    answer = kept_planner().call(plan_described, deadly, Target.described("h200"))
     assert (refused == [rule]) == ("ended the process inside cuDNN" in str(answer)), f"{answer}; the table says {refused}"
     assert not why_not(remedy, version, 90)
-    assert isinstance(kept_planner().plan(remedy, Target.described("h200")), PlanInfo)
+    assert isinstance(kept_planner().call(plan_described, remedy, Target.described("h200")), PlanInfo)
 
 
 # Processes
@@ -189,14 +190,16 @@ def test_gradients_that_crash_cudnn_are_refused(name, planner):
 #: A fake planner: it prints the version, then behaves as the files in its folder specify.
 FAKE = """
 import os, pathlib, pickle, sys
+from cupy_sdpa.core.cudnn_engine.described import planning_version
 folder = pathlib.Path({folder!r})
 while True:
     try:
         request = pickle.load(sys.stdin.buffer)
     except EOFError:
         break
-    answer = 92800 if request is None else "no engine"
-    if request is not None:
+    asks_version = request is planning_version
+    answer = 92800 if asks_version else "no engine"
+    if not asks_version:
         if (folder / "die").exists():
             (folder / "die").unlink()
             os._exit(7)
@@ -230,12 +233,12 @@ def test_a_process_that_cannot_be_replaced(folder):
     with Planner() as planner:
         (folder / "die").touch()
         program, offline._COMMAND[0] = offline._COMMAND[0], str(folder / "no such program")
-        assert "ended the process" in planner.plan(ASKED, Target.described("h200"))
+        assert "ended the process" in planner.call(plan_described, ASKED, Target.described("h200"))
         for _ in range(2):
             with pytest.raises(CudnnError, match=r"cannot be started: .*no such program"):
-                planner.plan(ASKED, Target.described("h200"))
+                planner.call(plan_described, ASKED, Target.described("h200"))
         offline._COMMAND[0] = program
-        assert planner.plan(ASKED, Target.described("h200")) == "no engine"
+        assert planner.call(plan_described, ASKED, Target.described("h200")) == "no engine"
 
 
 def test_one_process_is_kept(folder, monkeypatch):
@@ -262,5 +265,5 @@ def test_one_process_is_kept(folder, monkeypatch):
 def test_unexpected_exceptions_become_answers():
     """The answer of the planning process contains the traceback, and the process continues."""
     with pytest.raises(RuntimeError, match=r"planning failed:\n(.*\n)+AttributeError: "):
-        kept_planner().plan(None, Target.described("h200"))
-    assert kept_planner().plan(ASKED, Target.described("h200")).engine in (1, 2)
+        kept_planner().call(plan_described, None, Target.described("h200"))
+    assert kept_planner().call(plan_described, ASKED, Target.described("h200")).engine in (1, 2)

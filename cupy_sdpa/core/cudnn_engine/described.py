@@ -25,7 +25,7 @@ def planning_version() -> int:
     return library().version
 
 
-def plan_described(problem: Problem, target: Target, folder: Path | None) -> PlanInfo | str:
+def plan_described(problem: Problem, target: Target, folder: Path | None = None) -> PlanInfo | str:
     """Plan a problem for a described GPU, and store the plan in a folder unless it is None.
 
     Return the properties of the plan, or the reason why there is no plan, or why it cannot be stored.
