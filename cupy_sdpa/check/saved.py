@@ -33,7 +33,7 @@ def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
         NotRepeatableError: the self-test has no such problem.
     """
     settings = problem.settings
-    options: dict[str, Any] = dict(_options(problem))
+    options: dict[str, Any] = dict(_case_options(problem))
     sizes: dict[str, Any] = dict(zip(SIZES, problem.sizes, strict=True))
     dtype, layouts = problem.dtype, _layouts(problem)
     if problem.fp8:  # converted arrays are dense
@@ -48,7 +48,7 @@ def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
     return Case(engine, dtype, **sizes, backward=problem.backward, layouts=layouts, options=options, seed=seed)
 
 
-def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
+def _case_options(problem: Problem) -> Iterator[tuple[str, Any]]:
     """Yield the options of the case."""
     settings = problem.settings
     if not settings.positive_scale:

@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what to test; may be repeated; cupy is engine='cupy' (default: gpu, or without a GPU cpu and plan)",
     )
     parser.add_argument(
-        "--lengths", type=_lengths, metavar="SQ,SKV", help="fixed lengths of queries and keys (default: random)"
+        "--lengths", type=_pair_of_lengths, metavar="SQ,SKV", help="fixed lengths of queries and keys (default: random)"
     )
     parser.add_argument(
         "--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, on a GPU at most 8)"
@@ -88,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", action="store_true", help="end at the first finding, and do not shrink it")
 
 
-def _lengths(text: str) -> tuple[int, int]:
+def _pair_of_lengths(text: str) -> tuple[int, int]:
     queries, comma, keys = text.partition(",")
     if not (comma and queries.isdecimal() and keys.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a pair of lengths such as 1,276")
@@ -101,7 +101,7 @@ def command(arguments: argparse.Namespace) -> int:
 
     if arguments.large:
         return _large(arguments)
-    seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
+    seed, limits, case = _seed(arguments), _limits(arguments), _case_of_literal(arguments)
     if arguments.saved and case:
         raise CommandError("--saved and --case are both given: pass one of them")
     engines = _engines([case.engine] if case else arguments.engine)
@@ -195,7 +195,7 @@ def _limits(arguments: argparse.Namespace) -> RunLimits:
     return RunLimits(None if minutes is None else 60 * minutes, arguments.problems, arguments.first)
 
 
-def _case(arguments: argparse.Namespace) -> Case | None:
+def _case_of_literal(arguments: argparse.Namespace) -> Case | None:
     """Return the case of ``--case``."""
     from ..check.case import parse
 
