@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._data import as_data
 from ..options.band import Band
 from ..options.table import DEFAULT_SETTINGS, OF_DIAGONAL, OPTIONS, Settings
 from .arrays import GRADIENTS, REQUESTED_GRADIENTS, RESULTS, SCORE_GRADIENTS
-from .plain_data import arguments_of
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
 #: The dtypes of captured arrays.
@@ -114,6 +112,8 @@ class Problem:
         Raises:
             ValueError, TypeError, KeyError, AttributeError: the data is not a problem, or is one of another version.
         """
+        from .plain_data import arguments_of  # needed only for files of problems
+
         return cls(**arguments_of(data, _FIELDS))
 
     def as_data(self) -> Any:
@@ -124,6 +124,8 @@ class Problem:
         >>> Problem.of_data(problem.as_data()) == problem
         True
         """
+        from .._data import as_data
+
         return as_data(self)
 
     @functools.cached_property

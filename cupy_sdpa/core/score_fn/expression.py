@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from .._data import as_data
 from .modes import MODES, OPPOSITE
 
 Kind = Literal["float", "int", "bool"]
@@ -55,6 +54,8 @@ class Step(NamedTuple):
         >>> [step.as_data() for step in (Step("score"), Step("neg", (0,)))]
         [{'mode': 'score'}, {'mode': 'neg', 'args': [0]}]
         """
+        from .._data import as_data  # needed only for files of problems
+
         return as_data(self)
 
 
