@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -201,15 +201,15 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
         array, copied = arrays[name], arrays.get(f"widened.{wide}")
         if not isinstance(array, np.ndarray) or copied is None:
             continue
-        own = array if dtype is None else _in_dtype(array, dtype)
+        with np.errstate(over="ignore", under="ignore"):
+            own = array if dtype is None else array.astype(numpy_dtype(dtype))
         if not np.array_equal(copied[start : start + len(own)], own, equal_nan=True):
             raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
 
 
-def _in_dtype(array: Any, dtype: str) -> Any:
-    """Return a copy of an array in another dtype; numbers beyond its range become infinite."""
-    with np.errstate(over="ignore", under="ignore"):
-        return array.T.astype(numpy_dtype(dtype), order="C").T  # CuPy copies arrays in C order at memory speed
+def converted_view(x: View | None, dtype: str) -> View | None:
+    """Return the view of a dense array in another dtype, to read a problem."""
+    return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
@@ -285,29 +285,35 @@ def widen(
     decided = decided_options(arrays, options)
     check_supported(decided)
     passed = _checked_options(decided)
-    dtype = read_operands(arrays, passed, results=()).options.compute_dtype
-    if dtype is not None:
-        arrays = {name: x if x is None else _in_dtype(x, dtype) for name, x in arrays.items()}
-    q, k, v, *tangents = arrays.values()
+    _, views, read = read_operands(arrays, passed, results=())
+    dtype = read.compute_dtype
+    converted: dict[str, Any] = arrays if dtype is None else {name: converted_view(views.get(name), dtype) for name in arrays}
+    q, k, v, *tangents = converted.values()
     form = read_form(q, k, v, tangents, None, decided, deterministic=deterministic)
     _check_options(q, k, v, passed)
-    return _written(form, arrays)
+    return _written(form, arrays, dtype)
 
 
-def _written(form: DerivativeForm, given: Mapping[str, Any]) -> Widened:
-    """Return the wider arrays of some arrays, by a program of one step."""
+def _written(form: DerivativeForm, given: Mapping[str, Any], dtype: str | None) -> Widened:
+    """Return the wider arrays of some arrays, in a dtype if it is not None, by a program that converts and concatenates."""
     arrays, views, _ = read_operands(given, {})
+    converted = views if dtype is None else {name: converted_view(view, dtype) for name, view in views.items()}
     device = views["q"].storage.device
-    tangents = views.get("dq"), views.get("dk"), views.get("dv")
 
-    def new(name: str, shape: tuple[int, ...], dtype: Any) -> View:
-        return View.dense(f"widened.{name}", shape, dtype, device)
+    def wide(own: Mapping[str, Any], new: Callable[[str, tuple[int, ...], Any], View]) -> Any:
+        parts, tangents = (own["q"], own["k"], own["v"]), (own.get("dq"), own.get("dk"), own.get("dv"))
+        return wide_arrays(form, parts, tangents, new, copied=True)
 
-    wide, wanted = wide_arrays(form, (views["q"], views["k"], views["v"]), tangents, new, copied=True)
-    results = {f"widened.{name}": view for name, view in wide.named().items()}
-    key = CallKey(("widen", form), tuple(given), tuple(given.values()), {})
-    call = composed(key, arrays, views, results, lambda builder: builder.concatenate(wanted))
-    return wide._replace(**dict(zip(wide.named(), call.run(), strict=True)))
+    made, _ = wide(converted, lambda name, shape, kind: View.dense(f"widened.{name}", shape, kind, device))
+    results = made.named()
+
+    def build(builder: Builder) -> None:
+        own, _ = builder.in_dtype(views, dtype, ())
+        builder.concatenate(wide(own, lambda name, shape, kind: results[name])[1])
+
+    key = CallKey(("widen", form, dtype), tuple(given), tuple(given.values()), {})
+    call = composed(key, arrays, views, {f"widened.{name}": view for name, view in results.items()}, build)
+    return made._replace(**dict(zip(results, call.run(), strict=True)))  # type: ignore[no-any-return]
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:

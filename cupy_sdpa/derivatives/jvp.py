@@ -14,7 +14,6 @@ from ..extend import (
     ReadCall,
     View,
     composed,
-    numpy_dtype,
     operation,
     read_flag,
     read_operands,
@@ -35,6 +34,7 @@ from .derivative import (
     check_results,
     check_supported,
     check_widened,
+    converted_view,
     derivative,
     read_form,
 )
@@ -150,7 +150,7 @@ def _parse_jvp(
     dtype = options.compute_dtype
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
+        own |= {name: converted_view(own[name], dtype) for name in ARRAYS[:6]}
     tangents = own["dq"], own["dk"], own["dv"]
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, key.options, deterministic=deterministic)
     q, v = views["q"], views["v"]
@@ -162,11 +162,6 @@ def _parse_jvp(
             results[name] = View.dense(name, row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
     build = functools.partial(derivative, views=views, options=options, form=form, deterministic=deterministic)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
-
-
-def _rounded(x: View | None, dtype: str) -> View | None:
-    """Return the view of a dense array in another dtype, to read a problem."""
-    return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
 def refusal(form: DerivativeForm, name: str, reason: str) -> str:

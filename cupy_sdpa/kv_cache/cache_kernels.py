@@ -248,7 +248,7 @@ def append(
             (D, page_size, Hkv, pages).
         state: the arrays that give the place of each token.
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
-        rotation: of the keys by their positions, from :func:`.rope_kernel.record`; or None.
+        rotation: of the keys by their positions, from :func:`.rope_kernel.rotation_record`; or None.
         positions: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token for the rotation; None for the
             places in the sequences.
         factors, dtype: of FP8 pages.

@@ -307,7 +307,7 @@ def _check_tokens(x: Any, dtype: str, others: dict[str, Any]) -> None:
             f"x has shape {x.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens_q= or positions=: "
             f"cu_seqlens_q is {'passed' if packed else 'None'}"
         )
-    check_strides_of("x", x, required=True)
+    check_strides_of("x", x, required=True, remedy="")
     if listed is not None:
         _check_positions(listed, x.shape)
 

@@ -84,15 +84,16 @@ class Agreement:
         return self.member.read(key, arrays, views, read, programs)
 
     def agree(self, text: str) -> None:
-        """Compare the text of a call, unless it was compared before.
+        """Compare the text of a call, unless it is among those that were compared and used last.
 
-        Members compare a text together, so they remember the same texts.
+        Members compare and use texts in the same order, so they remember the same ones.
         """
         if text not in self._texts:
             self.compare(text)
-            self._texts[text] = None
-            if len(self._texts) > _MAX_TEXTS:
-                del self._texts[next(iter(self._texts))]
+        self._texts.pop(text, None)
+        self._texts[text] = None
+        if len(self._texts) > _MAX_TEXTS:
+            del self._texts[next(iter(self._texts))]
         self._channel.begun = True
 
     def compare(self, text: str) -> None:

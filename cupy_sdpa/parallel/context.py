@@ -305,10 +305,10 @@ class ContextParallel:
         forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv))
         missing = ("dout", "out", "stats")
         backward = self._call({**arrays, **dict.fromkeys(missing)}, options, Request(True, method, seqlen_q, seqlen_kv))
-        calls = forward.read(), backward.read(missing=missing)
+        of_forward = forward.read()
         member = self._agreement.member
         assert member
-        return report(member.config, member.choice, *calls)
+        return report(member.config, member.choice, of_forward, backward.read(missing=missing))
 
     def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
         """Return a call as a value."""

@@ -56,8 +56,8 @@ def check_engine(options: Mapping[str, Any]) -> None:
     """Raise Unsupported for ``engine="cupy"``."""
     if isinstance(engine := options.get("engine"), str) and engine == "cupy":
         raise Unsupported(
-            "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine for "
-            "cuDNN, or pass numpy arrays"
+            "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine: "
+            "CuPy arrays are computed by cuDNN, numpy arrays on the CPU"
         )
 
 

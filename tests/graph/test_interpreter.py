@@ -379,6 +379,8 @@ def test_a_repeated_small_call_keeps_memory_but_no_array(options):
                 np.testing.assert_array_equal(result, want)
     x = arrays.pop().copy("F")
     both_passes(x, options)
+    with pytest.raises(ValueError, match="stats is from another call"):
+        attention_backward(x, x, x, x, *[y + 1 for y in attention(x, x, x, return_stats=True, **options)], **options)
     alive = weakref.ref(x)
     del x
     assert alive() is None

@@ -216,6 +216,17 @@ def test_widened_arrays(letters, options, engine):
         np.testing.assert_array_equal(engine.get(x), engine.get(y))
 
 
+@on_cudnn
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_captured_widened_arrays(dtype, engine):
+    """A captured graph writes them again, and no memory of others."""
+    arrays = [engine.get(x) for x in normals(engine, 8, 16, 10, 12)[:4]]
+    arrays = [engine.put(x if dtype is None else x.astype(np.float32)) for x in arrays]
+    captured = engine.captured(lambda: tuple(widen(*arrays, compute_dtype=dtype).named().values()))
+    for x, y in zip(captured, widen(*arrays, compute_dtype=dtype).named().values(), strict=True):
+        np.testing.assert_array_equal(x, engine.get(y))
+
+
 @pytest.mark.parametrize(
     "options",
     [

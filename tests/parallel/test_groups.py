@@ -313,6 +313,25 @@ def test_unshard_without_the_length_is_refused_if_it_is_needed():
     assert max(group.bytes_sent) < 5 * TEXT_BYTES  # a known length is not compared again
 
 
+@pytest.mark.slow
+def test_a_configuration_in_use_is_not_compared_again():
+    """Also if more others are compared in between than a group remembers."""
+    group, sent = Loopback(2, timeout=20), []
+
+    def member(own):
+        cp = context_parallel(own)
+        for length in range(1100):
+            others = cp.shard(np.arange(float(length)), axis=0)
+            cp.unshard(others, axis=0, seqlen=length)
+            part = cp.shard(np.arange(7.0), axis=0)
+            before = group.bytes_sent[own.rank]
+            cp.unshard(part, axis=0, seqlen=7)
+            sent.append(group.bytes_sent[own.rank] - before)
+
+    run_threads(group.members, member)
+    assert max(sent[20:]) < TEXT_BYTES
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_validated_steps(method):
     """Every step of a member is compared with numpy; exchanges are not repeated."""

@@ -242,11 +242,13 @@ def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None
             raise ValueError(f"{obstacle}{confirm}")
 
 
-def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
+def check_strides_of(
+    name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str | None = None
+) -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed; other objects are not checked.
 
     ``required``: kernels need these strides even if a layout is named. ``written``: the array is a result. ``remedy`` is the
-    end of the message, by default what a call on the CPU takes.
+    end of the message. Default None: what a call on the CPU takes.
     """
     on_gpu = device_of(array) is not None
     if not (on_gpu or isinstance(array, (np.ndarray, View))) or array.ndim not in (3, 4):
@@ -256,7 +258,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
         obstacle = _vector_obstacle(spec, on_gpu, written)
         if obstacle and ((required and on_gpu) or not is_named()):
             confirm = _OF_OPERATORS if on_gpu else _CONFIRM.format(_own(array.ndim))
-            raise ValueError(f"{obstacle}{remedy or confirm}")
+            raise ValueError(f"{obstacle}{confirm if remedy is None else remedy}")
 
 
 def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:

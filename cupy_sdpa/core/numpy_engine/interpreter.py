@@ -71,12 +71,16 @@ def evaluate(
     key = analysis, exact, check and check.whole, tiles.TILE_ELEMENTS
     run = (buffers.take(key) if keeps else None) or Evaluation(graph, exact, keeps=keeps)
     run.begin(arrays, scalars, check)
-    for tile in run.only or run.tiles():
-        values, steps = tile.values, tile.steps or steps_of(run, tile, COMPILER_RULES)
-        for compute, name, unread in steps:
-            values[name] = compute(tile)
-            for other in unread:
-                del values[other]
+    try:
+        for tile in run.only or run.tiles():
+            values, steps = tile.values, tile.steps or steps_of(run, tile, COMPILER_RULES)
+            for compute, name, unread in steps:
+                values[name] = compute(tile)
+                for other in unread:
+                    del values[other]
+    except BaseException:
+        run.only = ()  # the tile refers to the evaluation: the cycle would keep the caller's arrays until a garbage collection
+        raise
     for name, total in run.totals.items():
         run.views[name][...] = total
     if keeps:

@@ -10,7 +10,7 @@ To add a bug:
    not.
 4. If the bug raises Unsupported, it must affect a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in
    tools/support_table.py; add one.
-5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
+5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.copy_reason`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
 Everything else (errors, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
