@@ -7,8 +7,8 @@ passes     decided_options
 """
 
 from ..core.boundary.arguments import read_forward
+from ..core.programs.composed_passes import composed_backward
 from ..core.programs.decided_options import decided_options
-from ..core.programs.passes import composed_backward
 from ..core.replay.replay_cache import BoundPrograms, run_cached
 
 __all__ = [

@@ -1,0 +1,158 @@
+"""Read a pass of several steps: a layer's option, another dtype, a gradient of the log-sum-exp, or scales of heads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..boundary.arguments import read_backward, read_forward
+from ..boundary.layouts import check_strides_of
+from ..boundary.read_array import check_arrays as check_specs
+from ..boundary.read_options import ReadOptions
+from ..boundary.user_functions import Gradients
+from ..problem.arrays import KEPT
+from ..problem.problem import row_stats_dtype, row_stats_shape
+from ..problem.tensor_spec import dtype_name, numpy_dtype
+from ..problem.validation import expected_arrays
+from ..problem.view import View
+from ..replay.call_key import CallKey
+from .executor import Operands, ReadCall, composed, is_any_array, read_operands
+from .head_scales import check_request, check_scales, unscaled_options
+from .program import Builder
+
+
+def composed_forward(key: CallKey, *, kept: bool, **flags: Any) -> ReadCall:
+    """Read a forward pass; the arguments are as for :func:`.parse_forward`."""
+    arrays, views, options = _read_operands(key, ("out", "stats"), None)
+    results, _ = _results_of(views, options, **flags)
+    if kept:
+        dtype = options.compute_dtype
+        assert dtype
+        shapes, device = {name: (results | views)[name].shape for name in KEPT}, views["q"].storage.device
+        for name, shape in shapes.items():
+            results[f"kept {name}"] = View.dense(f"kept {name}", shape, numpy_dtype(dtype), device)
+    return composed(key, arrays, views, results, functools.partial(Builder.add_pass, views=views, options=options, **flags))
+
+
+def backward_of_key(key: CallKey, *, result: Any = None, **flags: Any) -> ReadCall:
+    """Read a backward pass; the arguments are as for :func:`.parse_backward`."""
+    check_request(key.options, flags.get("return_dscale", False))
+    operands = _read_operands(key, ("dq", "dk", "dv"), result)
+    return composed_backward(key, operands, Builder.add_pass, operands.views, result=result, **flags)
+
+
+def composed_backward(
+    key: CallKey,
+    operands: Operands,
+    build: Callable[..., None],
+    computed: Mapping[str, View],
+    *,
+    result: Any = None,
+    **flags: Any,
+) -> ReadCall:
+    """Return the call of a backward pass of several steps, see :func:`.composed`.
+
+    Args:
+        key, operands: the call, and its arguments as :func:`.read_operands` returned them.
+        build: adds the steps to a builder. Its other arguments are ``views`` with the results, ``options``, and the flags.
+        computed: the views of the arrays from which the gradients are computed, if the steps first convert some of them.
+        result: the dtype of dout, dq, dk and dv. Default None: q's.
+        flags: the other arguments of :func:`.read_backward`.
+    """
+    arrays, views, options = operands
+    results, gradients = _results_of(computed, options, gradients=True, result=result, **flags)
+    why = _read_stats_gradient(computed, options.compute_dtype)
+    steps = functools.partial(build, views=views, options=options, **flags)
+    return composed(key, arrays, views, results, steps, gradients=gradients, refusal=why)
+
+
+def _read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
+    """Check ``dstats`` of a call that computes in a dtype, by default q's; return a function that says why it can't run.
+
+    Returns None without ``dstats``.
+    """
+    if "dstats" not in views:
+        return None
+    from .stats_gradient import refusal
+
+    q, k, v = (views[name] for name in "qkv")
+    table = expected_arrays(q, k, v, given=views, computed=dtype)
+    check_specs([table["dstats"]], {"q": q, "dstats": views["dstats"]})
+    return functools.partial(refusal, q.shape[0], v.shape[0], alone=views.get("dout") is None)
+
+
+def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operands:
+    """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
+    scale = {"scale": key.options["scale"]} if is_any_array(key.options.get("scale")) else {}
+    given = {**key.options, "scale": 1.0} if scale else key.options
+    arrays, views, options = read_operands(key.named() | scale, given, results, result=result)
+    layer_option, dtype = options.layer_option, options.compute_dtype
+    if scale:
+        check_scales(views, dtype or dtype_name(views["q"].dtype))
+        options |= {"scale": views["scale"]}
+    of_call = {name: views.get(name) for name in key.names}
+    if layer_option is not None:
+        for name in "qkv":
+            check_strides_of(name, of_call[name], required=True)
+        layer_option.module.check(layer_option.value, of_call, options)
+        _check_arrays(of_call | {"sinks": options.get("sinks")}, results, dtype, result)
+    return Operands(arrays, views, options)
+
+
+def _check_arrays(given: Mapping[str, Any], results: Sequence[str], dtype: str | None, result: Any) -> None:
+    """Check the arrays of a call whose q, k and v are checked: a layer's steps read and write them without a problem.
+
+    ``results``, ``dtype`` and ``result`` are as for :func:`_read_operands`.
+    """
+    table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=None if dtype is None else "float32")
+    if result is not None:
+        table |= {name: table[name]._replace(dtype=dtype_name(result)) for name in ("dout", "dq", "dk", "dv")}
+    check_specs([one._replace(writable=one.name in results) for one in table.values()], given)
+    for name in table:
+        if name != "stats" and given.get(name) is not None:
+            check_strides_of(name, given[name], required=True, written=name in results)
+
+
+def _results_of(
+    views: Mapping[str, View],
+    options: ReadOptions,
+    *,
+    gradients: bool = False,
+    result: Any = None,
+    **flags: Any,
+) -> tuple[dict[str, View], Gradients | None]:
+    """Return views of a call's results in order, and which gradients of ``tensors`` are among them; check passed results.
+
+    ``views`` has q, k and v, and any other arrays that the caller passed; ``flags`` are the call's other arguments.
+    """
+    q, k, v = (views[name] for name in "qkv")
+    layer_option, dtype = options.layer_option, options.compute_dtype
+    requested, options = flags.pop("return_dscale", False), unscaled_options(options.of_one_problem())
+    own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
+    if layer_option is not None:
+        shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
+        results = {name: View.dense(name, shape, own, q.storage.device) for name, shape in shapes.items()}
+        if not gradients and ("stats" in views or flags.get("return_stats")):
+            of_rows = row_stats_dtype(dtype or q.dtype)
+            results["stats"] = View.dense("stats", row_stats_shape(q.shape), of_rows, q.storage.device)
+        return (results | _of_scale(views) if requested else results), None
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
+    if gradients:
+        shapes |= {name: views[name].shape if name in views else out for name in ("dout", "out")}
+    kind = q.dtype if dtype is None else numpy_dtype(dtype)
+    dense: dict[str, Any] = {name: View.dense(name, shape, kind, q.storage.device) for name, shape in shapes.items()}
+    if dtype is None:  # their strides are checked
+        dense |= {name: view for name, view in views.items() if name in (*dense, "dq", "dk", "dv")}
+    call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
+    results = call.result_views(views, own)
+    if requested:  # before the gradients of tensors
+        of_tensors = {name: results.pop(name) for name in (call.gradients.results if call.gradients else ())}
+        results |= _of_scale(views) | of_tensors
+    return results, call.gradients
+
+
+def _of_scale(views: Mapping[str, View]) -> dict[str, View]:
+    """Return the view of the scale's gradient."""
+    scale = views["scale"]
+    return {"dscale": View.dense("dscale", scale.shape, scale.dtype, scale.storage.device)}
