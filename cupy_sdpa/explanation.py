@@ -306,7 +306,7 @@ def _described(
     cudnn: str | None,
     missing: Sequence[str] = (),
 ) -> tuple[ReadCall, Report]:
-    """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :meth:`.Call.read`."""
+    """Read the call of :func:`explain_function`, and return it with its report; ``missing`` is as for :meth:`.Call.read`."""
     call = call_of(function, *arguments, **options)
     if gpu is None and cudnn is None:
         read_call = call.read(missing=missing)
@@ -344,7 +344,7 @@ def _notes(
         return conversion, method_description(mask, TableSizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
-    if reasons or function is None or settings.expression is None or settings.expression.mask is None:  # or no more than a band
+    if reasons or function is None or settings.expression is None or settings.expression.mask is None:  # or at most a band
         return conversion, ""
     if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
         return conversion, ""

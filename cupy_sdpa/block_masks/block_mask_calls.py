@@ -16,7 +16,7 @@ def reasons_for_dense(
     options: Mapping[str, Any], *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Return the arguments that force a call to compute all blocks with a dense mask; empty if it computes by blocks."""
-    known = {name: value for name, value in options.items() if name in OPTIONS}  # others raise an error later
+    known = {name: value for name, value in options.items() if name in OPTIONS}  # unknown options raise an error later
     found = [name for name, value in known.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
     found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
     return found if is_one_of(return_stats, (False, True)) else [*found, f"return_stats={return_stats!r}"]

@@ -182,7 +182,7 @@ def add(
 ) -> None:
     """Add the steps that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
     mask, backward = within_band(mask, options.settings.band), "dout" in arrays
-    # a plan of blocks depends on the mask, not on the lengths alone
+    # the blocks' plans depend on the mask, so lengths alone do not identify them
     options = dataclasses.replace(options | {"band": None}, causal=None, round_up=None)
     if backward:  # the log-sum-exp contains the sinks
         options = options.without("sinks")

@@ -18,7 +18,7 @@ from .blocks import BLOCK
 from .entries import Entries, PackedCopies, TableSizes
 from .segments import PackedSegments, SegmentSlice
 
-#: How a function indexes an array: by the name of an axis of the scores, or an integer, along every axis of the array.
+#: How a function indexes an array: each axis has an index, which is a score axis's name or an integer.
 Indices = tuple[str | int, ...]
 
 #: The names of the arrays of original positions, for the axes of the scores; of consecutive ones there is the first one.
@@ -101,7 +101,7 @@ def _consecutive_positions(queries: int, first_q: Any, keys: int, first_kv: Any,
 
 
 class MovableFunction:
-    """A caller's score function, and the arrays that it reads; ``sizes`` are the lengths of the scores' axes."""
+    """The caller's score function and the arrays that it reads; ``sizes`` are the lengths of the score axes."""
 
     def __init__(self, score_mod: Recorded, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self.tensors, self._function = dict(tensors), score_mod
@@ -112,7 +112,7 @@ class MovableFunction:
 
     @property
     def reads(self) -> Sequence[tuple[str, Indices]]:
-        """The arrays that the function reads, by name, and how it indexes them."""
+        """The names of the arrays that the function reads, and how it indexes them."""
         return self._function.reads
 
     def places(self, positions: Positions, mask: BlockMask) -> dict[str, NDArray[np.int32]]:
@@ -150,7 +150,7 @@ class MovableFunction:
         return np.asfortranarray(offsets[kept])
 
     def located(self, names: Sequence[str], ranks: Mapping[str, int]) -> Recorded:
-        """Return the function at positions, given the names of the copied arrays and the ranks of :meth:`places`' arrays."""
+        """Return the function for moved positions; ``names`` are the copied arrays, ``ranks`` the ranks of :meth:`places`."""
         own, one_head = self._function, _POSITIONS["h"] in ranks
         reads = {read: (name, _axes_of(read.axes, one_head)) for read, name in zip(own.reads, names, strict=True)}
         first: dict[str, tuple[str, Indices]] = {
@@ -172,7 +172,7 @@ def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
 
 
 def _axes_of(axes: Indices, one_head: bool) -> tuple[str, ...]:
-    """Return the axes of the copy of an array that is indexed by ``axes``, in order: keys, queries, heads, batch items."""
+    """Return the axes of the copy of an array indexed by ``axes``, in the order keys, queries, heads, batch items."""
     used = {axis for axis in axes if isinstance(axis, str)}
     if used & {"b", "q_idx", "kv_idx"} or (one_head and "h" in used):
         used.add("b")

@@ -9,7 +9,7 @@ import numpy as np
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
 from ..extend.kernels import UNITS, Sources
 
-#: The number of queries, or of keys, in a block.
+#: The number of queries in a block, which is also its number of keys.
 BLOCK = 128
 #: The number of threads in a thread block.
 THREADS = 128
@@ -142,7 +142,7 @@ def _sum_blocks_kernel(dtype: str, vector: int) -> str:
 
 
 def copy_elements(copies: Any, array: Any, index: Any) -> None:
-    """Copy the elements of memory ``(n,)`` at offsets: ``index``, int64, of the shape of ``copies``, in Fortran order."""
+    """Gather elements of memory ``(n,)``: ``index``, int64 in Fortran order, has the offset of each element of ``copies``."""
     if not cupy_runtime.is_array(array):
         copies[...] = array[index]
         return

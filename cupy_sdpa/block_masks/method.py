@@ -100,8 +100,8 @@ def gradient_function(mask: BlockMask, sizes: TableSizes) -> Callable[..., Any] 
 def blocks_of_band(band: Band | None, sq: int, skv: int) -> NDArray[np.bool_]:
     """Return whether blocks ``(key blocks, query blocks)`` have pairs within a band: cuDNN computes only these."""
     left, right, bottom_right = band or Band()
-    diagonal = BLOCK * np.arange(-(-sq // BLOCK)) + (skv - sq if bottom_right else 0)  # of the first query of each block
-    offsets = diagonal - BLOCK * np.arange(-(-skv // BLOCK))[:, None]  # from keys to queries
+    diagonal = BLOCK * np.arange(-(-sq // BLOCK)) + (skv - sq if bottom_right else 0)  # of each block's first query
+    offsets = diagonal - BLOCK * np.arange(-(-skv // BLOCK))[:, None]  # from each block's first key to that diagonal
     computed = np.ones(offsets.shape, bool)
     if left is not None:
         computed &= offsets < left + BLOCK

@@ -127,7 +127,7 @@ def _layouts(problem: Problem) -> dict[str, str]:
 
 
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
-    """Return the order of the axes in memory, fastest first, with ``+`` at every axis that is a slice.
+    """Return the order of the axes in memory, fastest first; ``+h`` means that h is a slice of a longer axis.
 
     >>> _layout((8, 2, 5, 1), (2, 80, 16, 160))
     'dshb'

@@ -272,7 +272,7 @@ def _jobs(engines: Sequence[str]) -> int:
 
 
 def _planning_obstacle() -> str:
-    """Return why planning is not possible; empty if it is."""
+    """Return why this machine cannot plan; an empty string if it can."""
     from ..offline.remote_planner import Planner
 
     try:

@@ -124,7 +124,7 @@ def _on_engine(requested: str, arrays: Any, options: dict[str, Any]) -> tuple[An
         if requested == "cupy":
             return moved, f"CuPy ({gpu}, without cuDNN)", f"none: {str(report).splitlines()[0].removeprefix('runs with ')}"
         if report:
-            first = str(report.plan).splitlines()[0]  # it begins with the version
+            first = str(report.plan).splitlines()[0]  # the line begins with the cuDNN version
             return moved, f"cuDNN ({gpu}, {first.partition(', ')[0]})", first
         reasons = [one_line("cuDNN cannot run this:\n" + "\n".join(report.reasons))]
     if requested in ("cudnn", "cupy"):

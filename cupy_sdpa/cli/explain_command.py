@@ -67,7 +67,7 @@ def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
         if gpu is None or cudnn is not None:
             raise
         report = explained(problem, gpu=gpu, cudnn=SupportTable().version)
-        refused = f"; from the support table alone, not planned: {one_line(error.summary)}"  # the others' notes say so
+        refused = f"; from the support table alone, not planned: {one_line(error.summary)}"  # other notes already say so
         note = f"{report.note}{refused * (not report)} (--cudnn VERSION selects another version)"
         return dataclasses.replace(report, note=note)
 

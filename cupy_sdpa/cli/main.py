@@ -59,7 +59,7 @@ def exit_status(command: Callable[[], int], program: str) -> int:
     The status is the command's own: 0 for success, 1 for a negative result (a wrong result, a problem that cannot run); 2 if it
     failed, 130 if it was interrupted, 141 if its output was closed.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while the package was imported: core/_interrupt.py
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # core/_interrupt.py set it during the import
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -13,9 +13,9 @@ from .support_problems import PROBES
 DESCRIPTION = "Print what each cuDNN version and GPU can run, and all known bugs."
 EPILOG = """\
 examples:
-  python -m cupy_sdpa support --cudnn 9.19      what another version can run
+  python -m cupy_sdpa support --cudnn 9.19      what cuDNN 9.19 can run
 
-CUPY_SDPA_GUARDS_OFF=NAME,... turns off rows of the table in a process.
+Set CUPY_SDPA_GUARDS_OFF=NAME,... to turn off rows of the table for one process.
 """
 
 
@@ -46,17 +46,17 @@ def _lines(table: Mapping[str, Any]) -> Iterator[str]:
     for rule in table["rules"]:
         yield f"  {rule['name']}: {rule['summary']} ({rule['error'] if rule['refuses'] else 'unverified'})"
     yield "\nknown bugs of cuDNN:"
-    yield from dict.fromkeys(map(_bug, table["bugs"]))  # a bug has a row for each range of versions
+    yield from dict.fromkeys(map(_bug, table["bugs"]))  # a bug has one row for each range of versions
     yield "\nPairs of options, operations of score functions, links: docs/support.md"
 
 
 def _bug(bug: Mapping[str, Any]) -> str:
-    action = ", ".join(bug["workarounds"]) or f"refused: {bug['remedy']}"
+    action = ", ".join(bug["workarounds"]) or f"not supported: {bug['remedy']}"
     return f"  {bug['name']}: {bug['when']}: {bug['effect']} ({action})".replace("`", "")
 
 
 def _verdict(support: Mapping[str, Any]) -> str:
-    """``yes`` if all GPUs run a problem, else the GPUs by verdict, with the rules."""
+    """Return ``yes`` if all GPUs run a problem; otherwise list the GPUs for each verdict, with its rules."""
     found: dict[str, list[str]] = {}
     for gpu, of in support.items():
         verdict = "yes" if of["runs"] else "no"

@@ -1,4 +1,4 @@
-"""Dataclasses and named tuples as plain data: dictionaries, lists, texts and numbers, field by field, as JSON has them."""
+"""Convert dataclasses and named tuples to plain data, as in JSON: dictionaries, lists, strings and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def as_data(value: Any) -> Any:
-    """Return an object as plain data, without the fields that have their default value; a number that is not finite is a text.
+    """Return an object as plain data. Fields with their default value are left out; infinity and NaN become strings.
 
     >>> from cupy_sdpa.core.options.band import Band
     >>> as_data(Band(right=0)), as_data((1, float("inf")))
@@ -25,7 +25,7 @@ def as_data(value: Any) -> Any:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass or a NamedTuple, each with its default; :data:`dataclasses.MISSING` if it has none."""
+    """Return the default of each field of a dataclass or NamedTuple; without a default it is :data:`dataclasses.MISSING`."""
     if dataclasses.is_dataclass(kind):
         return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
     return {name: kind._field_defaults.get(name, dataclasses.MISSING) for name in kind._fields}

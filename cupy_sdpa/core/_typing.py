@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, TypeVar
 
-#: The orders of axes that calls take.
+#: The axis orders that ``layout=`` accepts.
 Layout = Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"]
 #: The option ``engine``.
 Engine = Literal["numpy", "cudnn", "cupy"] | None

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_words(x: Any) -> str:
-    """Return an object that is no valid argument, for messages.
+    """Describe an object that is not a valid argument, for messages.
 
     >>> in_words(None), in_words([1]), in_words(2)
     ('None', 'a list', 'an int')

@@ -26,9 +26,10 @@ class OptionModule(Protocol):
         """
 
     def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Check the shapes of q, k and v among a call's arrays by name, and what the options mean with the option's value.
+        """Check the shapes of q, k and v, and that the other options work with this option's value.
 
-        The core checks what follows from these shapes: the shapes and dtypes of the other arrays, and all strides.
+        ``arrays`` are the call's arrays by name. From q, k and v the core derives and checks everything else: the other arrays'
+        shapes and dtypes, and all strides.
         """
 
     def add(self, builder: Any, arrays: Any, value: Any, options: Mapping[str, Any], *, deterministic: bool) -> None:

@@ -208,7 +208,7 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
 
 
 def converted_view(x: View | None, dtype: str) -> View | None:
-    """Return the view of a dense array in another dtype, to read a problem."""
+    """Return a dense view like ``x`` in another dtype, from which a problem can be read."""
     return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
@@ -295,7 +295,7 @@ def widen(
 
 
 def _written(form: DerivativeForm, given: Mapping[str, Any], dtype: str | None) -> Widened:
-    """Return the wider arrays of some arrays, in a dtype if it is not None, by a program that converts and concatenates."""
+    """Run a program that converts arrays to ``dtype``, unless it is None, and concatenates them; return the wider arrays."""
     arrays, views, _ = read_operands(given, {})
     converted = views if dtype is None else {name: converted_view(view, dtype) for name, view in views.items()}
     device = views["q"].storage.device
@@ -317,7 +317,7 @@ def _written(form: DerivativeForm, given: Mapping[str, Any], dtype: str | None) 
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are checked without what only attention needs: without functions, with a seed for dropout."""
+    """Return the options to check, without what only attention needs: functions are left out, and dropout gets a seed."""
     passed = {name: x for name, x in options.items() if x is not None and name not in ("score_mod", "mask_mod", "tensors")}
     if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
         passed["seed"] = 0
@@ -325,7 +325,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
-    """Check the options as attention does, unless lengths are missing that only that call needs."""
+    """Check the options as attention does, unless lengths are missing, which only attention needs."""
     passed = {name: x for name, x in options.items() if name not in _OF_STEPS}
     if passed.keys().isdisjoint(_PACKING) or passed.keys() >= {*_PACKING}:
         read_forward(q, k, v, passed)

@@ -144,15 +144,15 @@ def wide_arrays(
     *,
     copied: bool = False,
 ) -> tuple[Widened, list[tuple[View, list[View], float]]]:
-    """Return the wider arrays, and the concatenations that fill them; ``new(name, shape, dtype)`` creates arrays.
+    """Return the wider arrays and the concatenations that fill them; ``new(name, shape, dtype)`` creates arrays.
 
-    An array that needs no other elements is used in place if possible, unless ``copied``.
+    Unless ``copied``, a dense array that gets no further elements is used without a copy.
     """
     (q, k, v), (dq, dk, dv) = arrays, tangents
     wanted: list[tuple[View, list[View], float]] = []
 
     def join(name: str, width: int, *parts: View | None, then: float = 0.0) -> None:
-        """Add an array: parts, the number ``then`` in the next row, and 0."""
+        """Add an array that has the parts along head_dim, then the number ``then`` once, then zeros."""
         given = [part for part in parts if part is not None]
         first = given[0]
         if not copied and given == [first] and first.shape[0] == width and _is_dense(first):

@@ -17,7 +17,7 @@ VECTOR = 16
 
 
 class Terms(NamedTuple):
-    """The terms of the output's derivative; an array is None if there is no such term.
+    """The terms of the output's derivative; a missing term is None.
 
     Attributes:
         scores: ``(Dv, H, S, B)`` or packed ``(Dv, H, T)``: the rows of the gradient of Q2 with the term.
@@ -31,13 +31,13 @@ class Terms(NamedTuple):
 
 
 def add_terms(terms: Terms, output: Any, out: Any, dout: Any) -> None:
-    """``dout = scores + values - mean * output``, and ``out = output``, in float32 (float64: in float64).
+    """Compute ``dout = scores + values - means * output`` in float32 (float64 arrays: in float64); copy output to ``out``.
 
     Args:
         terms: the terms.
-        output: the output of attention; read if ``out`` or means are given.
-        out: written; or None.
-        dout: written.
+        output: attention's output; it is only read if ``out`` or means are not None.
+        out: the array to copy the output to, or None.
+        dout: the array for the result.
     """
     if not dout.size:
         return
@@ -75,7 +75,7 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
     itemsize = dout.itemsize
     aligned, places = True, width * itemsize
     for name, (place, step, *strides) in zip(_ARRAYS, arrays, strict=True):
-        if place and name != "means":  # a mean is one element of a row
+        if place and name != "means":  # a row has only one mean
             aligned &= step == itemsize
             places |= functools.reduce(operator.or_, strides, place)  # every row is aligned
     aligned &= places % VECTOR == 0

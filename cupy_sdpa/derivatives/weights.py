@@ -87,7 +87,7 @@ def _sums_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_he
 
 
 def _converted(result: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the results of a call whose arrays are converted: only ``engine`` converts arrays."""
+    """Return the names of the results to convert back: only ``engine`` converts arrays."""
     return (result,) if "engine" in options else ()
 
 

@@ -1,9 +1,9 @@
-"""The interface of the core: the names with which you write an operation.
+"""Import the names you need to write an operation: they are the interface of the core.
 
-:doc:`/extending` writes an operation with them. Each function and class has an example, or names the one that has it. The
-modules of this folder have what only the package's own layers need, such as ``kv_cache`` and ``derivatives``: ``calls``,
-``options``, ``arrays``, ``functions``, ``kernels``, ``planning`` and ``cudnn``. The layers import nothing else from the core;
-any other name of the core, and the names of these modules, may change without notice.
+:doc:`/extending` shows how to write an operation with them. Each function and class has an example, or names another one whose
+example uses it. The modules ``calls``, ``options``, ``arrays``, ``functions``, ``kernels``, ``planning`` and ``cudnn`` have the
+names that only the package's own layers need, such as ``kv_cache`` and ``derivatives``. Layers import nothing else from the
+core. The names in these modules, and all other names of the core, may change without notice.
 
 ========== ===================================================================================================================
 operation  operation, Call, CallKey, ReadCall, call_of, results_of, read_operands, composed

@@ -1,4 +1,4 @@
-"""Arrays of a call: their names and dtypes, checks, layouts, and other libraries.
+"""Work with a call's arrays: names, dtypes, checks, layouts, and arrays of other libraries.
 
 ========= ====================================================================================================================
 names     KEY_ARRAYS

@@ -1,4 +1,4 @@
-"""Calls of layers: calls that are read in several places, the programs that a layer keeps, and how a pass is computed.
+"""Read and run a layer's calls, keep a layer's programs, and decide how a pass is computed.
 
 ========== ===================================================================================================================
 calls      run_cached, BoundPrograms, read_forward, composed_backward

@@ -1,4 +1,4 @@
-"""cuDNN: what is installed, what it supports, and plans for described GPUs. Importing this module does not load the library.
+"""Look up the installed cuDNN and what it supports, and plan for described GPUs. Importing this module does not load cuDNN.
 
 ========== ===================================================================================================================
 here       InstalledCudnn, CudnnError

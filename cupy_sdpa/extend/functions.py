@@ -1,4 +1,4 @@
-"""Score and mask functions.
+"""Record score and mask functions.
 
 ========== ===================================================================================================================
 recorded   Recorded

@@ -1,4 +1,4 @@
-"""Steps and parts of CUDA kernels that operations share.
+"""Share parts of CUDA kernels between layers.
 
 ========== ===================================================================================================================
 memory     UNITS

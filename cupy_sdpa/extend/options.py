@@ -1,4 +1,4 @@
-"""Options: the table, checks, and values.
+"""Work with options: the table of options, options as they were read, and the type of a band.
 
 ========== ===================================================================================================================
 table      OPTIONS, Options, ReadOptions

@@ -1,4 +1,4 @@
-"""Problems ahead of time: the problems of a call, the report on it, and what a GPU or a version of cuDNN supports.
+"""Plan ahead of time: a call's problems, the report on a call, and what a GPU supports.
 
 ========== ===================================================================================================================
 problems   problems_of_shapes, Report

@@ -40,7 +40,7 @@ from .quantize import SOURCES, check_dtypes, check_source
 _OUTPUTS = ("float16", "bfloat16")
 #: The end of the message of an array that is not an FP8 array.
 _ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
-#: The names of a call's arrays, and of its results.
+#: The names of a call's arrays and results.
 _NAMES = ("q", "k", "v", *FACTORS, *MEAN, "out", "stats")
 _RESULTS = ("out", "stats", "max", "sum_exp")
 

@@ -63,7 +63,7 @@ def add_conversions(
 
 
 def expected_lengths(source: Any) -> Expected:
-    """Return what the lengths of the batch items of an array to convert must be."""
+    """Return the expected dtype, shape and range of the sequence lengths of an array to convert."""
     return Expected("lengths", tuple(source.shape[3:]), "int32", "(B,)", most=source.shape[2])
 
 
@@ -99,11 +99,12 @@ def forward(
     Args:
         builder, options, return_stats: as for :meth:`.Builder.add_pass`.
         views: q, k, v, their factors (:data:`FACTORS`), and the results: out, amax_out unless it is temporary, and stats, max
-            and sum_exp if they are computed. Without descale_q, q is converted first. :data:`MEAN` if a mean was subtracted
-            from v, which is added to the output: with the axes of v, constant along the keys, equal in all pages of a sequence.
-        dtype, rotated: the FP8 dtype, and whether k is rotated, and q is if it is converted.
+            and sum_exp if they are computed. Without descale_q, q is converted first. If a mean was subtracted from v,
+            :data:`MEAN` is added to the output; it has v's axes, and is equal for all keys and all pages of a sequence.
+        dtype: the FP8 dtype.
+        rotated: whether k is rotated, so that q must be rotated when it is converted.
         out_dtype: the dtype of the output; None for FP8.
-        writes_out: whether the engine writes an output of another dtype than FP8; otherwise the output is converted.
+        writes_out: whether the engine itself writes an output that is not FP8; otherwise a step converts the output.
     """
     given: dict[str, Any] = {**views}
     if "descale_q" not in given:
@@ -139,9 +140,9 @@ def _forward_with_mean(
     *,
     writes_out: bool,
 ) -> None:
-    """Add attention to the values without their mean, and the step that adds the mean to the output.
+    """Add attention to the values without their mean, and a step that adds the mean to the output.
 
-    The statistics are computed in every case: they show which rows have no keys, and the weight of the sink.
+    The step always needs the statistics: they tell which rows have no keys, and the sink's weight.
     """
     given, written = {**views}, out_dtype if writes_out else None
     out, mean, amax, scale = given.pop("out"), given.pop("mean"), given.get("amax_out"), given.pop("scale_out", None)
@@ -181,7 +182,7 @@ def _attend_in_fp8(
 def _typed(views: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any) -> dict[str, Any]:
     """Return the arguments of :func:`.read_forward` except the options; ``out`` may be missing.
 
-    The elements have the FP8 dtype. In arrays on the GPU they are uint8.
+    Views of FP8 arrays get the FP8 dtype; the arrays on the GPU are uint8.
     """
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
     typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}
@@ -199,10 +200,10 @@ def read_results(
     out_dtype: str | None,
     return_stats: Any,
 ) -> dict[str, View]:
-    """Check a call of dense elements, and return the views of its results (:func:`forward`), with a head dim in ``result``.
+    """Check the call, and return the views of the results of :func:`forward`; with a head dim, their dtype is ``result``.
 
-    ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats. ``given`` are the views of the
-    caller's arrays, whose results are checked.
+    ``views`` has q, k, v (FP8 or not), their factors, and no result except stats. ``given`` has the views of the caller's
+    arrays; the results among them are checked.
     """
     elements: dict[str, Any] = {**views}
     if "descale_q" not in elements:
@@ -240,11 +241,11 @@ def keep_in_fp8(
 
 
 def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, *, dtype: str, **flags: Any) -> None:
-    """Add the steps of the gradients at the values that :func:`keep_in_fp8` kept, computed in the dtype of the output.
+    """Add the steps of the gradients, computed in the output's dtype from the values that :func:`keep_in_fp8` kept.
 
-    The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
-    ``views`` are dout, out, stats and the results; and q, k, v in FP8, "factors", and "mean" if one was subtracted from v. The
-    flags are as for :meth:`.Builder.add_pass`.
+    The log-sum-exp was computed from the same values, so exp(S - L) is at most 1 even where the conversion changed a score.
+    ``views`` has dout, out, stats, the results, q, k and v in FP8, "factors", and "mean" if a mean was subtracted from v.
+    ``flags`` are as for :meth:`.Builder.add_pass`.
     """
     given = {**views}
     mean = given.pop("mean", None)

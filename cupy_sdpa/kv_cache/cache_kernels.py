@@ -237,8 +237,8 @@ def append(
 ) -> None:
     """Write the new tokens of one layer to their pages; one launch.
 
-    cuDNN multiplies the rows after the last token by 0, so NaN there would spread: they are 0. An append clears the rest of a
-    page that its tokens begin, and :func:`clear_rows` the rows of tokens that are removed.
+    cuDNN multiplies the rows after the last token by 0, where NaN would give NaN. These rows must therefore be 0: an append
+    that begins a page clears the rest of it, and :func:`clear_rows` clears the rows of removed tokens.
 
     Args:
         k, v: ``(D, Hkv, S, B)`` and ``(Dv, Hkv, S, B)``, or packed ``(D, Hkv, T)`` and ``(Dv, Hkv, T)``, with unit stride along
@@ -247,11 +247,11 @@ def append(
         keys, values: the pages, ``(D, Hkv, page_size, pages)`` and ``(Dv, Hkv, page_size, pages)``; dense in the order
             (D, page_size, Hkv, pages).
         state: the arrays that give the place of each token.
-        advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
-        rotation: of the keys by their positions, from :func:`.rope_kernel.rotation_record`; or None.
-        positions: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token for the rotation; None for the
-            places in the sequences.
-        factors, dtype: of FP8 pages.
+        advance: whether the lengths do not include the new tokens yet, so that this step updates them.
+        rotation: how to rotate the keys by their positions (:func:`.rope_kernel.rotation_record`), or None.
+        positions: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, each token's position for the rotation. None: its place in
+            the sequence.
+        factors, dtype: the factors and the dtype of FP8 pages.
     """
     if not cupy_runtime.is_array(keys):
         of_keys = rotation, positions

@@ -313,7 +313,7 @@ def _check_tokens(x: Any, dtype: str, others: dict[str, Any]) -> None:
 
 
 def _check_lengths(shape: tuple[int, ...], others: dict[str, Any]) -> None:
-    """Check the arrays of :func:`apply_rope` that give the positions of an array of a shape: starts, lengths or offsets."""
+    """Check the starts, lengths or offsets from which :func:`apply_rope` computes the positions of an array of ``shape``."""
     batch, expected = shape[-1], []
     if (offsets := others.get("cu_seqlens_q")) is not None:
         if offsets.dtype not in (np.int32, np.int64):

@@ -185,7 +185,7 @@ def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) ->
 
 
 def _depths(parents: Any, axes: Axes) -> Any:
-    """Return the depths of the tokens with the caller's axes, from parents ``(Sq, B)`` or ``(Sq, 1)``, in their memory."""
+    """Return the tokens' depths in the caller's axes, on the device of parents, ``(Sq, B)`` or ``(Sq, 1)``."""
     with cupy_runtime.device_context(parents):
         found = cupy_runtime.new_result(parents, parents.shape, np.dtype(np.int32))
         fill_depths(parents, found)

@@ -29,7 +29,7 @@ def library_of_type(kind: type) -> Library | None:
 
 
 class _PyTorch(Library):
-    """PyTorch has bfloat16 on the CPU, which numpy lacks, and its own streams."""
+    """PyTorch has its own streams, and bfloat16 arrays on the CPU, which numpy lacks."""
 
     def share(self, name: str, array: Any) -> Any:
         if array.requires_grad and sys.modules["torch"].is_grad_enabled():
@@ -58,7 +58,7 @@ class _PyTorch(Library):
 
 
 class _Jax(Library):
-    """JAX shares only concrete arrays, and they cannot be written to."""
+    """JAX shares only concrete arrays, which are read-only."""
 
     writable = False
 
@@ -79,7 +79,7 @@ class _Jax(Library):
 
 
 class _Numba(Library):
-    """Numba has no DLPack, and arrays only on a GPU."""
+    """Numba has arrays only on a GPU, and does not support DLPack."""
 
     def share(self, name: str, array: Any) -> Any:
         return cupy_runtime.cupy().asarray(array)

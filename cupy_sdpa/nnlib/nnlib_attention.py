@@ -160,7 +160,7 @@ def _run(
 
 
 def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: Any, flags: Mapping[str, bool]) -> list[Any]:
-    """Return the results of a call that is not repeated: a call of ``function`` on views of the arrays, or on copies."""
+    """Run a call that is not cached by calling ``function`` on views or copies of the arrays, and return the results."""
     arrays, given = key.named(), key.options
     batch, bias, backward = _batch_of(*(arrays[name] for name in "qkv")), given["bias"], "dout" in arrays
     if backward:

@@ -1,7 +1,7 @@
 """The worker process of the planner: ``python -m cupy_sdpa.offline.plan_worker``.
 
-A request is a function of the core without parameters, such as a partial. The answer is its result, or an exception that the
-parent raises.
+A request is a function without parameters, such as a ``functools.partial`` of a core function. The answer is its result, or an
+exception for the parent to raise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Problems in a file, one JSON object per line. Programs that run at the same time may add to one file."""
+"""Problems in a file, one JSON object per line. Several running programs may append to the same file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BEGIN = b'{"q": {'
 
 
 def read(path: str | os.PathLike[str]) -> list[Problem]:
-    """Return the problems of a file, each once."""
+    """Return the problems in a file, without duplicates."""
     import json  # takes a part of the time of importing the package
 
     with open(_open(path, os.O_RDONLY), "rb") as file:

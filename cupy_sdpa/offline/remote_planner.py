@@ -1,8 +1,8 @@
 """Plan for GPUs that are not present, with the real cuDNN in worker processes.
 
-cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires
-a ``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash the
-process inside cuDNN. Therefore the functions of the core that plan are called in worker processes (:mod:`.plan_worker`).
+Given the description of a GPU, cuDNN builds complete plans with compiled kernels. Without an NVIDIA driver it also needs a
+``libcuda.so.1``. A stub is enough, but a process that may use a GPU must not load it. Some inputs also crash the process inside
+cuDNN. For both reasons, worker processes (:mod:`.plan_worker`) call the core's planning functions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Planner(_workers.Pool):
     """A pool of worker processes that plan. A worker that crashes is replaced.
 
     Args:
-        workers: number of processes.
-        variables: environment variables of the processes besides those of this process.
+        workers: the number of processes.
+        variables: environment variables to set in the workers; they also inherit this process's variables.
 
     Attributes:
         version: the version of cuDNN.
@@ -55,7 +55,7 @@ class Planner(_workers.Pool):
     def call(
         self, function: Callable[Arguments, Answer], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Answer | str:
-        """Call a function in a worker. Return its result, or that the process crashed.
+        """Call a function in a worker. Return its result, or a message if cuDNN crashed the worker.
 
         Raises:
             CudnnError: cuDNN failed, or a worker cannot be started.
@@ -69,9 +69,9 @@ class Planner(_workers.Pool):
     def call_all(
         self, function: Callable[..., Answer], arguments: Iterable[tuple[Any, ...]]
     ) -> Iterator[tuple[int, Answer | str]]:
-        """:meth:`call` a function with each of several tuples of arguments in parallel.
+        """Call a function in parallel, once for each tuple of arguments, as :meth:`call` does.
 
-        Yields (index, result) in order of completion.
+        Yield (index, result) in order of completion.
         """
         threads = ThreadPoolExecutor(self.size)
         try:
@@ -82,7 +82,7 @@ class Planner(_workers.Pool):
             threads.shutdown(wait=False, cancel_futures=True)  # after an error the processes are killed
 
     def _result(self, request: Callable[[], Answer]) -> Answer:
-        """Return the result of a request, or raise the exception that it raised. Raises as :meth:`.Worker.request`."""
+        """Return a request's result, or raise the exception that it raised. Also raises what :meth:`.Worker.request` raises."""
         try:
             result: Answer | Exception = self.request(request)
         except OSError as error:
@@ -120,7 +120,7 @@ def _relevant(environment: dict[str, str]) -> dict[str, str]:
 
 @atexit.register
 def _close_kept() -> None:
-    """End the worker that is kept, after a request of another thread."""
+    """End the kept worker, after any request of another thread has finished."""
     global _kept
     if _kept:
         _kept.close()
@@ -128,7 +128,7 @@ def _close_kept() -> None:
 
 
 def _reset_after_fork() -> None:
-    """Start a worker of its own in a forked child: the other one belongs to the parent."""
+    """Forget the kept worker in a forked child, which starts its own: the worker belongs to the parent."""
     global _kept, _lock
     _kept, _lock = None, threading.Lock()
 

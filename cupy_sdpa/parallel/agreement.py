@@ -1,4 +1,4 @@
-"""Members compare their shapes and options, so that all of them raise if they differ."""
+"""Compare the members' shapes and options. If they differ, every member raises an error."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from .group_arguments import HostOffsets, configure, read_member_operands
 from .group_report import choose
 from .member import Member
 
-#: The bytes of the text of shapes and options that members exchange.
+#: The size in bytes of the text of shapes and options that members exchange.
 TEXT_BYTES = 4096
 #: What the text of a member that cannot make the call begins with.
 REFUSED = "refused: "
-#: The maximum number of texts that are remembered.
+#: The maximum number of texts that a member remembers.
 _MAX_TEXTS = 1024
 
 
 class Agreement:
-    """The calls that the members have compared; ``method`` is for calls that request no method, None to choose it.
+    """The calls that the members have compared. Calls that request no method use ``method``; None chooses one.
 
-    New ones are compared as texts before any of them runs, which synchronizes. Of known ones a checksum is compared during the
-    call (:class:`~cupy_sdpa.parallel.channel.Channel`). Neither happens if ``check`` is False.
+    Members compare a new call as text before it runs, which synchronizes. During a known call they compare a checksum
+    (:class:`~cupy_sdpa.parallel.channel.Channel`). If ``check`` is False, they compare neither.
     """
 
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
         #: The texts that were compared.
         self._texts: dict[str, None] = {}
-        #: The arguments of the present call.
+        #: The current call's arguments.
         self._arguments: Iterable[Any] = ()
-        #: What this member computes in the last call that was parsed.
+        #: This member's part of the last call that was parsed.
         self.member: Member | None = None
 
     def begin(self, arguments: Iterable[Any]) -> None:
-        """Begin a call of the group with these arguments; GroupError if a member failed."""
+        """Begin a call of the group with these arguments; raises GroupError if a member failed."""
         self._channel.begun, self._arguments = False, arguments
         self._channel.check()
 
     def fail(self, failure: BaseException) -> None:
-        """End a call that raised. Errors from before it is compared are told to the other members: they must not wait for this
-        one, or use what it sends next.
+        """End a call that raised. If the members have not compared it yet, send the error to the others: they must neither wait
+        for this member nor use what it sends next.
         """
         if isinstance(failure, Exception) and not isinstance(failure, GroupError) and not self._channel.begun:
-            with contextlib.suppress(ValueError, GroupError):  # its own error is raised
+            with contextlib.suppress(ValueError, GroupError):  # the caller raises this member's own error
                 self.compare(f"{REFUSED}{type(failure).__name__}: {failure}")
         with cupy_runtime.device_context(self._array()):
             self._channel.abandon()
 
     def decided(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
+        """Return the options to build the program with: a dense block mask, and no redundant ``compute_dtype``."""
         self._arguments = arrays.values()  # of numpy or CuPy
         return decided_options(arrays, dense_options(arrays["q"], None, options))
 
@@ -84,9 +84,9 @@ class Agreement:
         return self.member.read(key, arrays, views, read, programs)
 
     def agree(self, text: str) -> None:
-        """Compare the text of a call, unless it is among those that were compared and used last.
+        """Compare the text of a call unless this member remembers it.
 
-        Members compare and use texts in the same order, so they remember the same ones.
+        Members compare and use texts in the same order, so they all remember the same texts.
         """
         if text not in self._texts:
             self.compare(text)
@@ -105,15 +105,15 @@ class Agreement:
                 compare_texts(self._channel, text, array)
 
     def _array(self) -> Any:
-        """Return an array of the engine of the present call."""
+        """Return an array of the current call's engine."""
         return next((x for x in self._arguments if cupy_runtime.is_array(x)), np.empty(0))
 
 
 def compare_texts(channel: Channel, text: str, like: Any) -> None:
-    """Exchange the texts of all members, or :data:`REFUSED` and a reason; waits for the exchange.
+    """Exchange the texts of all members and wait. A text is a call, or :data:`REFUSED` and a reason.
 
     Raises:
-        ValueError: the texts of two members differ. It is raised on every member.
+        ValueError: two members' texts differ, or a member sent :data:`REFUSED`. Every member raises it.
         GroupError: a member failed.
     """
     xp = cupy_runtime.array_module(like)
@@ -136,14 +136,14 @@ def compare_texts(channel: Channel, text: str, like: Any) -> None:
 
 
 def read_method(method: Any) -> str | None:
-    """Return the name of a method, or None; ValueError for another one."""
+    """Return the name of a method, or None; raises ValueError for any other value."""
     if not is_one_of(method, (None, *METHODS)):
         raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
     return method  # type: ignore[no-any-return]
 
 
 def _difference(rank: int, own: str, peer: int, other: str) -> str:
-    """Return the first difference between the texts of two members."""
+    """Describe the first difference between two members' texts."""
     mine, theirs = [*own.splitlines(), "nothing more"], [*other.splitlines(), "nothing more"]
     one, two = next((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
     lengths = one.startswith(("problem: ", "unshard")) and two.startswith(("problem: ", "unshard"))

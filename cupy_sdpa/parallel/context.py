@@ -312,7 +312,7 @@ class ContextParallel:
 
     def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
         """Return a call as a value."""
-        if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:  # their values belong to the key
+        if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:  # the key contains the values of offsets on the host
             options = {name: HostOffsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
         key = CallKey(of, (*arrays,), (*arrays.values(),), options)
         parse = functools.partial(self._agreement.parse, of, self._programs)
@@ -455,7 +455,7 @@ _REFUSED_REQUESTS = {
 
 
 def _drop_requests(options: dict[str, Any]) -> None:
-    """Remove the flags of other gradients than that of the sinks; one that is not False raises Unsupported."""
+    """Remove all gradient flags except ``return_dsinks``; raises Unsupported if a removed flag is not False."""
     for name in _REFUSED_REQUESTS:
         if (value := options.pop(name, False)) is not False:
             raise Unsupported(

@@ -17,7 +17,7 @@ from ..extend.options import OPTIONS, ReadOptions
 from .configuration import Configuration, Request
 from .shards import ShardLayout
 
-#: The offsets of packed sequences: of whole sequences, which are cut on the host.
+#: The offsets of whole packed sequences, which the host cuts into parts.
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
@@ -40,9 +40,9 @@ class HostOffsets:
 def read_member_operands(
     arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
-    """:func:`.read_operands` of a member, without ``compute_dtype`` and the offsets of whole sequences.
+    """Call :func:`.read_operands` for a member, and remove ``compute_dtype`` and the offsets from the options.
 
-    The offsets are read where the sequences are cut.
+    The offsets are for whole sequences; they are read where the sequences are cut.
     """
     passed = [name for name in CU_SEQLENS if options.get(name) is not None]
     stand_ins = dict.fromkeys(passed, arrays["q"])  # any array on the right device, because only its presence counts
@@ -57,16 +57,16 @@ def check_engine(options: Mapping[str, Any]) -> None:
     if isinstance(engine := options.get("engine"), str) and engine == "cupy":
         raise Unsupported(
             "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine: "
-            "CuPy arrays are computed by cuDNN, numpy arrays on the CPU"
+            "cuDNN computes CuPy arrays, and the CPU computes numpy arrays"
         )
 
 
 def configure(
     rank: int, size: int, views: Mapping[str, View], read: ReadOptions, options: Mapping[str, Any], of: Request
 ) -> Configuration:
-    """Validate the arguments of a call: q, k and v, and in the backward pass dout, out and stats; and its options.
+    """Validate a call's options and its arrays: q, k and v, and in the backward pass also dout, out and stats.
 
-    ``read`` are the options as :func:`read_member_operands` returned them, and ``options`` those before.
+    ``options`` are the caller's options, and ``read`` are the options that :func:`read_member_operands` returned.
 
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
@@ -177,7 +177,7 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: ShardLayout, rank: i
 def _problem(
     given: Mapping[str, View], options: ReadOptions, queries: ShardLayout, keys: ShardLayout, dtype: str | None
 ) -> Problem:
-    """Return the problem of the call on one GPU, without functions, which are checked."""
+    """Return the problem of the call on one GPU, without its functions; check the functions."""
     device = given["q"].storage.device
     views: dict[str, Any] = {}
     for name, layout in (("q", queries), ("k", keys), ("v", keys)):

@@ -42,7 +42,7 @@ class ParallelReport(NamedTuple):
         reason: why it was chosen.
         refusals: the methods that cannot run, and why.
         forward, backward: the costs of both passes for this member: ``sent``, the bytes that it sends; ``memory``, the bytes
-            that it needs besides its arguments and results; ``calls``, the number of calls.
+            that it needs in addition to its arguments and results; ``calls``, the number of calls.
         parts: the calls of this member: the numbers of queries and keys, and the mask.
         launches: for both passes the report on the program of this member, see :func:`cupy_sdpa.explain`: the problems, the
             plans, the steps and the bytes of temporary arrays. Empty if no call is made.

@@ -27,12 +27,12 @@ _BACKWARD: dict[str, Callable[..., None]] = {"ring": ring_backward, "all_gather"
 
 
 class Member:
-    """A configuration and a method, whose calls differ in their arrays only.
+    """A configuration and a method. Calls with the same ``Member`` differ only in their arrays.
 
     Args:
         config, choice, channel, of: the configuration, the method, the exchanges, and what the call asks for.
-        agree: compares the shapes and options, in words, with the other members' when a call begins.
-        tagged: whether the first exchange of a call compares their checksum.
+        agree: when a call begins, compares its shapes and options, as text, with the other members'.
+        tagged: whether a call's first exchange compares the text's checksum.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Member:
         own, finish = builder.in_dtype(views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
-        with Axes("dhsb").context():  # parts of the options of the whole call
+        with Axes("dhsb").context():  # parts of the whole call's options may have any strides
             (_alone if config.size == 1 else build)(steps, config, own, options, **given)
         if of.return_dsinks:
             _sink_gradients(steps, config, own, options["sinks"])

@@ -189,7 +189,7 @@ class NcclGroup(Failing):
         with contextlib.suppress(Exception), self._cuda.Device(device):
             from cuda.bindings import driver as cuda
 
-            # queries of events must not end a capture of another thread
+            # in this mode, querying an event does not invalidate another thread's capture
             cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
             while not self._stopped.wait(_INTERVAL):
                 self._inspect(time.monotonic())

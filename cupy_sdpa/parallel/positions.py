@@ -20,8 +20,8 @@ from ..extend.options import OPTIONS, ReadOptions
 class Window(NamedTuple):
     """The positions of a call within the whole sequences: the first batch item, query head, query and key, and their numbers.
 
-    ``diagonal`` is the key on the diagonal of query 0 of the sequence, and ``own_diagonal`` that on the diagonal of the first
-    query of the call, as the call itself determines it.
+    ``diagonal`` is the key on the diagonal of query 0 of the sequence. ``own_diagonal`` is the key on the diagonal of the
+    call's first query, as the call itself computes it.
     """
 
     first: tuple[int, int, int, int]
@@ -31,10 +31,10 @@ class Window(NamedTuple):
 
 
 def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Recorded], window: Window) -> ReadOptions:
-    """The options of a call at some positions, except those that the group decides, such as packing, sinks and seeds.
+    """Return the options of a call at some positions, without the options that the group sets: packing, sinks and seeds.
 
-    ``options`` are for whole sequences, with views in place of arrays; ``recorded`` has the functions by the
-    names of their options. The rows of the options say which are sliced (:data:`.core.options.option.PartsOption`).
+    ``options`` are for whole sequences, with views instead of arrays; ``recorded`` has the functions by option name. The table
+    of options says which arrays are sliced (:data:`.core.options.option.PartsOption`).
     """
     made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
     scalars = {**options.scalars}
@@ -50,7 +50,7 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
         else:
             made[name] = _sliced(builder, array, [sizes[letter] for letter in OPTIONS[name].axes.split()])
     functions, tensors = dict(recorded), dict(options.get("tensors") or {})
-    if "alibi_slopes" in made and window.own_diagonal != i - j + window.diagonal:  # the call's own diagonal is another one
+    if "alibi_slopes" in made and window.own_diagonal != i - j + window.diagonal:  # the call has another diagonal
         del made["alibi_slopes"]
         tensors[_SLOPES] = options["alibi_slopes"]
         made["softcap"] = False
@@ -78,7 +78,7 @@ _SLOPES = "alibi_slopes "
 
 
 def _is_whole(name: str, array: Any, axes: Sequence[str | int], ranges: Mapping[str, tuple[int, int]]) -> bool:
-    """True if a call reads an array along its whole axes, by the caller's name."""
+    """True if a call reads whole axes of an array, and knows it by the caller's name."""
     lengths = zip(array.shape, axes, strict=True)
     return name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in lengths)
 
@@ -89,7 +89,7 @@ def lengths_from(target: Any, lengths: Any, first: int, count: int) -> None:
 
 
 def _sliced(builder: Builder, array: View, ranges: Sequence[tuple[int, int]]) -> View:
-    """Return the part of an array along axes that are not of length 1; without positions nothing of any axis."""
+    """Slice all axes of an array except axes of length 1; an axis without positions becomes empty, whatever its length."""
     parts = [
         slice(None) if n == 1 and count else slice(first, first + count)
         for n, (first, count) in zip(array.shape, ranges, strict=True)
@@ -98,13 +98,13 @@ def _sliced(builder: Builder, array: View, ranges: Sequence[tuple[int, int]]) ->
 
 
 def _taken_from(builder: Builder, array: View, index: tuple[slice, ...]) -> View:
-    """Return a part of an array; the array itself if it is the whole."""
+    """Return a part of an array, or the array itself if the part is the whole array."""
     part = array[index]
     return array if part.shape == array.shape else aligned(builder, part)
 
 
 def aligned(builder: Builder, part: View) -> View:
-    """Return a dense copy of a part of a CuPy array, whose address cuDNN can read; numpy arrays are not copied."""
+    """Return a dense copy of a part of a CuPy array, aligned as cuDNN needs it; parts of numpy arrays are not copied."""
     return builder.copied(part) if builder.on_gpu else part
 
 

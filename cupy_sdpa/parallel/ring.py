@@ -209,5 +209,5 @@ def _with_finite_bias(builder: Builder, options: Options) -> Options:
 
 
 def replace_infinite(bias: Any) -> None:
-    """Replace -inf in a float32 array by a finite number, with which the weight of a key is also 0."""
+    """Replace -inf in a float32 bias with a finite number that also makes a key's weight 0."""
     cupy_runtime.array_module(bias).maximum(bias, np.float32(-1e30), out=bias)

@@ -298,9 +298,10 @@ def read_shapes(
 def views_of_shapes(
     arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None
 ) -> tuple[dict[str, View], dict[str, Any]]:
-    """Return views on a GPU for arrays or shapes (as dense arrays), q among them, and the options with views for arrays.
+    """Return GPU views of the arrays, and the options with GPU views of their arrays.
 
-    The views have the package's axes, and the options no ``layout``.
+    ``arrays`` are arrays or the shapes of dense arrays, and q is one of them. The views have the package's axes, so the
+    returned options have no ``layout``.
     """
     user_functions.check_tensors(options)
     axes = Axes(options.get("layout"))

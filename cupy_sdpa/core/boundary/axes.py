@@ -1,4 +1,4 @@
-"""Permute a call's axes: the caller's arrays become views with the package's axes, and results views with the caller's."""
+"""Permute axes: view the caller's arrays with the package's axes, and the results with the caller's axes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from . import layouts
 
 
 class Axes:
-    """The caller's axes, from the option ``layout``. A function with this option that is no operation permutes its arrays.
+    """The caller's axes, read from ``layout``. Functions that are not operations use it to permute their arrays.
 
     Attributes:
-        layout: the layout if it is in C order, such as ``"bshd"``; None for the package's axes, so that nothing is permuted.
+        layout: the caller's layout in C order, such as ``"bshd"``. None: the package's axes, so nothing is permuted.
 
     Raises:
         ValueError: there is no such layout.
@@ -36,7 +36,7 @@ class Axes:
 
     @classmethod
     def of_call(cls, q: Any, options: Mapping[str, Any]) -> Axes:
-        """Return the axes of a call, which has no batch axes if q has none."""
+        """Return the axes of a call. If q has no batch axis, the other arrays have none either."""
         axes = cls(options.get("layout"))
         axes._is_unbatched = layouts.is_unbatched(q, options)
         axes._bias_axes = getattr(options.get("bias"), "ndim", None)
@@ -44,11 +44,11 @@ class Axes:
         return axes
 
     def context(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which errors show the caller's axes, and arrays may have any strides if the layout is named."""
+        """Return a context in which errors show the caller's axes; with ``layout=``, arrays may have any strides."""
         return layouts.of_caller(self._named, self._shapes, unbatched=self._is_unbatched)
 
     def array(self, name: str, array: Any) -> Any:
-        """Return an array with the package's axes. It has a head dim if its name is ``q``, ``k``, ``v`` or that of a result."""
+        """Return an array with the package's axes. Arrays named ``q``, ``k`` or ``v``, or after a result, have a head dim."""
         if self.layout is None and not self._is_unbatched:
             return array
         self._shapes |= layouts.shapes_of({name: array}, {})

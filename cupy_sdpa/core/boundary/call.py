@@ -94,7 +94,7 @@ class BoundProblem:
         return [*names, *self.gradients.results] if self.gradients else names
 
     def result_views(self, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-        """Return views of the results in order, with a head dim in ``dtype``; check the views of results that were passed."""
+        """Return views of the results in order, and check passed results. Results with a head dim have the dtype ``dtype``."""
         device = views["q"].storage.device
         results = {
             spec.name: View.dense(spec.name, spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype), device)

@@ -61,11 +61,11 @@ class Conversion:
 
     @classmethod
     def of(cls, q: Any, options: Mapping[str, Any]) -> Conversion | None:
-        """Return the conversion of a call; None for arrays of numpy or CuPy that have the package's axes."""
+        """Return a call's conversion; None if the arrays are numpy or CuPy arrays with the package's axes."""
         return cls(q, options) if needs_conversion(q, options) else None
 
     def call(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = (), **flags: Any) -> Any:
-        """Call a function on the converted arrays and options, with further arguments, see :meth:`run`."""
+        """Call a function with the converted arrays, the converted options and ``flags``; see :meth:`run`."""
         return self.run(functools.partial(function, **self.options, **flags), arrays, results)
 
     def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = ()) -> Any:

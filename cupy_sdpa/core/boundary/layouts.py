@@ -245,10 +245,10 @@ def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None
 def check_strides_of(
     name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str | None = None
 ) -> None:
-    """:func:`check_strides` of an array with a head dim that a call copies before it is parsed; other objects are not checked.
+    """Check one array with a head dim, as :func:`check_strides` does; a call that copies arrays does this before parsing.
 
-    ``required``: kernels need these strides even if a layout is named. ``written``: the array is a result. ``remedy`` is the
-    end of the message. Default None: what a call on the CPU takes.
+    Other objects are not checked. ``required``: kernels need these strides even if the caller passed a layout. ``written``: the
+    array is a result. ``remedy`` ends the message. Default None: the ending of :func:`check_strides`.
     """
     on_gpu = device_of(array) is not None
     if not (on_gpu or isinstance(array, (np.ndarray, View))) or array.ndim not in (3, 4):

@@ -20,13 +20,13 @@ _CPU, _CUDA = 1, 2
 
 
 class Library:
-    """A library whose arrays are passed to calls. A subclass says how they are shared; here by DLPack, as numpy and CuPy share.
+    """A library whose arrays you can pass to calls. It shares arrays through DLPack; subclasses share them in other ways.
 
     Attributes:
         name: the name of the library.
         writable: whether arrays can be written to.
-        stream: returns the address of the library's current stream on a device, given by its number; None if the library has no
-            such function. CuPy's current stream is then used, and the call returns when its work is done.
+        stream: returns the address of the library's current stream on a device, given by number. None: the library has no such
+            function, so calls use CuPy's current stream and return when their work is done.
     """
 
     writable = True
@@ -36,15 +36,15 @@ class Library:
         self.name = name
 
     def share(self, name: str, array: Any) -> Any:
-        """Convert an array of the library, the argument ``name``, to a numpy or CuPy array."""
+        """Convert the library's array, passed as the argument ``name``, to a numpy or CuPy array."""
         return cupy_runtime.cupy().from_dlpack(array) if _is_on_gpu(array) else self.in_numpy(array)
 
     def in_numpy(self, array: Any) -> Any:
-        """Convert an array in the memory of the CPU to a numpy array."""
+        """Convert the library's array, which is in CPU memory, to a numpy array."""
         return np.from_dlpack(array)
 
     def returned(self, array: Any) -> Any:
-        """Convert a numpy or CuPy array to an array of the library."""
+        """Convert a numpy or CuPy array to the library's array type."""
         return sys.modules[self.name].from_dlpack(array)
 
 

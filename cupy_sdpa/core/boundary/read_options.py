@@ -22,19 +22,19 @@ _INPUTS = (*OPTION_ARRAYS, *FUNCTIONS, "tensors")
 
 @dataclass(frozen=True)
 class ReadOptions(Mapping[str, Any]):
-    """A mapping of the options that are arrays or functions, with the meaning of all other options.
+    """A call's options after reading: a mapping of the arrays and functions; attributes hold what the other options mean.
 
-    ``options | changes`` replaces inputs, and fields of the settings.
+    ``options | changes`` replaces inputs and fields of the settings.
 
     Attributes:
-        inputs: the arrays, seeds, functions and ``tensors`` that are passed.
-        settings: what determines a plan; not deterministic, and without the expression of functions.
+        inputs: the arrays, seeds, functions and ``tensors`` that the caller passed.
+        settings: what determines a plan, except ``deterministic`` and the functions' expression.
         scalars: the scalars, which are passed by value.
         round_up: how ``bucket`` rounds a length up; None for exact lengths.
-        batch_invariant: whether bits must not depend on the batch.
-        causal, bucket, layout: as passed, for messages and for decisions that depend on how they were written.
-        layer_option, compute_dtype: what :meth:`.Builder.add_pass` computes in several steps; None for nothing. Other steps
-            raise TypeError for them.
+        batch_invariant: whether the bits of a result must not depend on the rest of the batch.
+        causal, bucket, layout: the values as passed, for messages and for decisions that depend on how they were written.
+        layer_option, compute_dtype: the options that :meth:`.Builder.add_pass` computes in several steps, or None. Other
+            steps raise TypeError for them.
     """
 
     inputs: Mapping[str, Any]
@@ -64,7 +64,7 @@ class ReadOptions(Mapping[str, Any]):
 
     @property
     def functions(self) -> dict[str, Any]:
-        """The score function and the mask function that are passed, by the names of their options."""
+        """The score and mask functions that the caller passed, by option name."""
         return {name: self.inputs[name] for name in FUNCTIONS if name in self.inputs}
 
     def without(self, *names: str) -> ReadOptions:
@@ -77,7 +77,7 @@ class ReadOptions(Mapping[str, Any]):
 
 
 def check_option_names(options: Mapping[str, Any]) -> None:
-    """Check that every option exists and belongs to one problem, and that ``tensors`` has names."""
+    """Check that one problem can have every option, and that the keys of ``tensors`` are names."""
     if not isinstance(options, ReadOptions):
         check_names(options)
         check_tensors(options)

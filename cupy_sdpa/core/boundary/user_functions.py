@@ -32,15 +32,15 @@ _ORDER = ("kv_idx", "q_idx", "h", "b")
 
 
 class Functions(NamedTuple):
-    """The traced functions of a call.
+    """A call's traced functions.
 
     Attributes:
-        settings: the settings with the expression of the functions, and with the band of the mask function.
+        settings: the settings, with the functions' expression and the mask function's band.
         arrays: the captured arrays as views ``(Skv, Sq, Hq, B)``, by the names in the expression; every axis may be 1.
         scalars: the by-value scalars of the expression.
         source_lines: the source line of each operation.
         captured: how each captured array is indexed, by the names in the expression.
-        identities: the identities of the functions, from before they were called.
+        identities: the functions' identities, taken before the functions were called.
     """
 
     settings: Settings = DEFAULT_SETTINGS

@@ -1,4 +1,4 @@
-"""Plan for described GPUs with the cuDNN of this process, which must not use a GPU: see :mod:`.core.cudnn.deviceless`."""
+"""Plan for described GPUs with this process's cuDNN. The process must not use a GPU: see :mod:`.core.cudnn.deviceless`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .planner import plan_for
 
 @functools.cache
 def planning_version() -> int:
-    """Load cuDNN, before it the driver or a stub of it, and return the version of cuDNN.
+    """Load the driver or a stub of it, then cuDNN, and return cuDNN's version.
 
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
@@ -26,9 +26,9 @@ def planning_version() -> int:
 
 
 def plan_described(problem: Problem, target: Target, folder: Path | None = None) -> PlanInfo | str:
-    """Plan a problem for a described GPU, and store the plan in a folder unless it is None.
+    """Plan a problem for a described GPU, and store the plan in ``folder`` unless that is None.
 
-    Return the properties of the plan, or the reason why there is no plan, or why it cannot be stored.
+    Return the plan's properties, or a text that says why there is no plan or why the plan cannot be stored.
 
     Raises:
         CudnnError: cuDNN failed, or this machine cannot plan.

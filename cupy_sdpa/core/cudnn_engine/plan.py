@@ -40,7 +40,7 @@ class Target:
 
     @classmethod
     def described(cls, gpu: str) -> Target:
-        """Return the GPU of a description: its name, such as ``"h200"``, or the path of a file (``info --describe``).
+        """Return a described GPU, given its name, such as ``"h200"``, or the path of a file that ``info --describe`` wrote.
 
         Raises:
             ValueError: there is no such description.

@@ -36,12 +36,12 @@ VECTOR = 16
 
 
 def concatenate(wanted: Sequence[tuple[Any, Sequence[Any], float]]) -> None:
-    """Concatenate arrays along head_dim; on the GPU all of them in one launch, without synchronization.
+    """Concatenate arrays along head_dim; on the GPU, one launch concatenates all of them, without synchronization.
 
     Args:
-        wanted: tuples of a target, its parts, and the number in the row after the parts; the rows after it are 0. The target is
-            ``(W, H, S, B)`` or packed ``(W, H, T)``, in Fortran order. The parts are arrays ``(D, H, S, B)`` of its dtype with
-            any strides.
+        wanted: tuples of a target, its parts, and a number. Along head_dim, the target gets the parts, the number once, and
+            zeros. The target is ``(W, H, S, B)`` or packed ``(W, H, T)``, in Fortran order. The parts, ``(D, H, S, B)``, have
+            its dtype and any strides.
     """
     wanted = [one for one in wanted if one[0].size]
     if not wanted:

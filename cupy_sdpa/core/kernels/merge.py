@@ -22,12 +22,12 @@ _MAX_COLUMNS, _THREADS = 32, 128
 
 
 class Sources(NamedTuple):
-    """The copies of which each block of rows of a result is made.
+    """Which copies make up each block of a result's rows.
 
     Attributes:
         block: the number of rows of a block.
-        offsets, parts: int32; block t, which is (block, group of heads, batch item) with the first fastest, is made of the
-            copies ``parts[offsets[t] : offsets[t + 1]]``.
+        offsets, parts: int32. The copies ``parts[offsets[t] : offsets[t + 1]]`` make up block t; t numbers (block, group of
+            heads, batch item), with the block fastest.
         groups: the number of groups of heads.
     """
 
@@ -51,10 +51,10 @@ class Parts(NamedTuple):
     Attributes:
         out: float16, bfloat16 or float32 (numpy: also float64), ``(Dv, H, S, B, C)``: C parts.
         stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
-        totals: None; on the GPU also float32 with the strides of ``stats``, which then is the highest score m of a row, and
-            this the sum of ``exp(score - m)``. The log-sum-exp in float32 has fewer digits than the two.
-        sources: if not None, the parts are C copies of blocks, ``(Dv, H / groups, block, 1, C)``, and each row of the result
-            has the parts that this lists. No totals. Only the last group has sources.
+        totals: None, or on the GPU float32 with the strides of ``stats``. With totals, ``stats`` is the highest score m of each
+            row, and totals is the sum of ``exp(score - m)``: a single log-sum-exp in float32 has fewer digits.
+        sources: None, or a list of the parts of each row of the result. The parts are then C copies of blocks,
+            ``(Dv, H / groups, block, 1, C)``, without totals. Only the last group can have sources.
 
     Example: :func:`merge_parts`.
     """
@@ -227,10 +227,10 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, block:
 
     ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the slots of a row share its parts.
 
-    Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
-    the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are
-    ``carried``, they have totals. If ``block`` is not 0, the last group has sources with blocks of so many rows, and the one
-    slot reads the parts in their order.
+    Each thread keeps the highest log-sum-exp of its parts, and sums relative to it. The first slot then adds the sums of the
+    other slots. A step loads all values before it uses the first one, so their loads overlap. If ``carried``, the parts have
+    totals. If ``block`` is not 0, the last group has sources with blocks of ``block`` rows, and a row has only one slot, which
+    reads the parts in order.
     """
     types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
     vectors = (

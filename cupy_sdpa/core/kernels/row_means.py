@@ -22,14 +22,14 @@ _MEANS = Struct(
 def row_means(target: Any, stats: Any, products: Any, dout: Any, mean: Any, scale: float) -> None:
     """Write each row's mean score derivative, which is the derivative of the log-sum-exp; one launch.
 
-    It is ``scale rowsum(dout ∘ products)``, the mean that the backward pass subtracts, plus ``mean``, the mean that it does not
-    subtract; 0 where the log-sum-exp is -inf.
+    The result is the sum of ``scale rowsum(dout ∘ products)``, which the backward pass subtracts, and ``mean``, which it does
+    not subtract. Where the log-sum-exp is -inf, the result is 0.
 
     Args:
         target, stats: ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
-        products, dout: ``(X, Hq, Sq, B)`` or packed ``(X, Hq, Tq)``; or None, which are 0.
-        mean: ``(1, Hq, Sq, B)`` or packed ``(1, Hq, Tq)``, of the dtype of products; or None, which is 0.
-        scale: the factor of the scores.
+        products, dout: ``(X, Hq, Sq, B)`` or packed ``(X, Hq, Tq)``. If one is None, this mean is 0.
+        mean: ``(1, Hq, Sq, B)`` or packed ``(1, Hq, Tq)``, in the dtype of products; None stands for 0.
+        scale: the scores' scale factor.
     """
     if not target.size:
         return

@@ -1,7 +1,7 @@
-"""Keep memory in each thread for its next calls: a few large arrays for tiles of any graph, and evaluations of small graphs.
+"""Keep memory in each thread for its next calls: a few large arrays for tiles, and the evaluations of small graphs.
 
-Without the large arrays, every call would get zeroed pages from the operating system again. With 8 heads of size 64, 128
-positions and batch 4, these page faults took 40 % of the time of a forward and a backward pass.
+Tiles of any graph can use the large arrays. Without them, every call would get zeroed pages from the operating system again.
+With 8 heads of size 64, 128 positions and batch 4, page faults took 40 % of the time of a forward and a backward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TILE_BYTES = "CUPY_SDPA_TILE_BYTES"
 NBYTES = int(os.environ.get(TILE_BYTES, 1 << 20))
 #: The maximum number of buffers of a thread (each at most two tiles large), and the bytes below which arrays are not kept.
 COUNT, SMALLEST = 6, 1 << 16
-#: The maximum number of evaluations that a thread keeps, each of a graph whose results take at most ``NBYTES``.
+#: The maximum number of evaluations that a thread keeps. A kept graph's results take at most ``NBYTES``.
 EVALUATIONS = 16
 
 
@@ -38,7 +38,7 @@ _UNUSED = _references_of_unused()
 
 
 class TileMemory(dict[str, Any]):
-    """The results of a small tile's steps, which the steps of the next tile with the same lengths overwrite.
+    """The results of a small tile's steps. The next tile with the same lengths overwrites them.
 
     A step computes ``memory.setdefault(name, np.add(x, y, out=memory.get(name)))``, which allocates only once.
     """
@@ -62,7 +62,7 @@ NO_MEMORY = NoMemory()
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.all: list[NDArray[Any]] = []
-        #: The evaluations that no call uses, the most recently used last.
+        #: The evaluations that no call is using, most recently used last.
         self.evaluations: dict[Hashable, Any] = {}
 
 
@@ -70,7 +70,7 @@ _buffers = _Buffers()
 
 
 def take(key: Hashable) -> Any:
-    """Return the kept evaluation with this key, or None; it is not kept any more until :func:`give` returns it."""
+    """Take the kept evaluation with this key, or return None. :func:`give` puts an evaluation back."""
     return _buffers.evaluations.pop(key, None)
 
 

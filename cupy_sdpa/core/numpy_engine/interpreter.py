@@ -79,7 +79,7 @@ def evaluate(
                 for other in unread:
                     del values[other]
     except BaseException:
-        run.only = ()  # the tile refers to the evaluation: the cycle would keep the caller's arrays until a garbage collection
+        run.only = ()  # else a cycle (evaluation, tile) keeps the caller's arrays until a garbage collection
         raise
     for name, total in run.totals.items():
         run.views[name][...] = total

@@ -181,13 +181,15 @@ def analyze(graph: Graph) -> Analysis:
 
 
 class Evaluation:
-    """The evaluation of a graph: the state that all tiles share. :func:`.evaluate` and :class:`Analysis` describe the arguments
-    and the other attributes. A thread keeps the evaluations of small graphs: they begin again with the arrays of the next call.
+    """The evaluation of a graph: the state that all tiles share.
+
+    A thread keeps the evaluations of small graphs for its next calls, which :meth:`begin` with their own arrays.
+    :func:`.evaluate` and :class:`Analysis` describe the arguments and the other attributes.
 
     Attributes:
-        keeps: True if the thread keeps it after the call.
-        only: the tile, if every call has this one, which is the whole graph.
-        memories, earlier: the memory of the tiles of this call and of the last one, by :attr:`TilePlace.lengths`.
+        keeps: True if the thread keeps the evaluation after the call.
+        only: the tile that is the whole graph, if every call has only this tile; otherwise empty.
+        memories, earlier: the memory of this call's tiles and of the last call's tiles, by :attr:`TilePlace.lengths`.
         xp: the arrays' module, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
         dtype: the dtype of intermediate results.
@@ -246,7 +248,7 @@ class Evaluation:
             tile.cache.clear()
 
     def memory(self, place: TilePlace) -> buffers.TileMemory:
-        """Return the memory of a tile, which the tiles of this call and of the next one with the same lengths share."""
+        """Return a tile's memory. Tiles with the same lengths share it, in this call and in the next one."""
         if not self.keeps:
             return buffers.NO_MEMORY
         if place.lengths not in self.memories:
@@ -294,7 +296,7 @@ class Tile:
         cache: the values of tensors without rows, which all tiles of the heads share.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
         memory: the arrays that the steps of an earlier tile of the same size wrote; see :class:`.buffers.TileMemory`.
-        steps: see :func:`.steps.steps_of`, which sets them.
+        steps: the steps that :func:`.steps.steps_of` sets.
     """
 
     __slots__ = (

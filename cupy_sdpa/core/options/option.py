@@ -17,10 +17,10 @@ from .values import is_one_of
 #: value, the elements of the part (``"sliced"``), or what the function decides (``"call"``), as for masks of bands and packed
 #: sequences. Without a value (``""``) such functions do not take the option.
 PartsOption = Literal["", "same", "sliced", "call"]
-#: The functions that take only a few options; the rows name them in ``taken``.
+#: The functions that take only a few options; an option lists the functions that take it in ``taken``.
 OF_FEW_OPTIONS = ("shared_prefix_attention", "widen")
-#: The functions that split a call into calls on parts of the sequences; ``ContextParallel`` stands for its methods. They take
-#: no option whose row does not say what a part gets.
+#: The functions that split a call into calls on parts of the sequences; ``ContextParallel`` stands for its methods. They only
+#: take options whose rows say what a part gets.
 OF_PARTS = ("weight_sums", "weight_sums_problems", "ContextParallel")
 _NO_PARTS = "the call is split into parts of the sequences, and what a part of this option is was not defined: omit it"
 
@@ -141,7 +141,7 @@ class Option:
         return operator.attrgetter(path) if path else lambda problem: None
 
     def refusal(self, function: str) -> str | None:
-        """Return what to do instead if a public function does not take the option, or an empty text; None if it takes it.
+        """Return None if a public function takes the option; otherwise what to do instead, which may be an empty string.
 
         >>> option = Option("sinks", "sinks", refused={"weight_sums": "use another function"})
         >>> option.refusal("weight_sums"), option.refusal("attention_vjp")

@@ -80,7 +80,7 @@ def optional_count(name: str, what: str, least: int = 0) -> Callable[[Mapping[st
 
 
 def read_number(name: str, value: Any, advice: str = "") -> float:
-    """Read a real number as a Python float, infinity for a number beyond its range; ``advice`` ends the message.
+    """Read a real number as a Python float. Numbers out of range become infinity; ``advice`` ends the error message.
 
     Raises:
         TypeError: it is not a number.

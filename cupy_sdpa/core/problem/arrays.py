@@ -138,9 +138,9 @@ REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dscale", "ret
 #: the cache key.
 FORWARD = ("q", "k", "v", "out", "stats")
 BACKWARD = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
-#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
+#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key. The last is the log-sum-exp's gradient.
 GRADIENT_ARRAYS = (*BACKWARD, "dstats")
-#: The arrays that a forward pass with ``compute_dtype`` keeps in that dtype for the gradients.
+#: The arrays that a forward pass with ``compute_dtype`` keeps, converted to it, for the gradients.
 KEPT = ("q", "k", "v", "out")
 #: The names of the options that are arrays.
 OPTION_ARRAYS = tuple(row.name for row in _with_role("option"))
@@ -149,8 +149,9 @@ OPTION_ARRAYS = tuple(row.name for row in _with_role("option"))
 FP8_FACTORS = tuple(row.name for row in _with_role("factor"))
 #: The options with the axes of the scores.
 SCORE_INPUTS = tuple(name for name in OPTION_ARRAYS if has_score_axes(name))
-#: The arrays with one row per query, and those with one row per key.
+#: The arrays with one row per query.
 QUERY_ARRAYS = tuple(row.name for row in _ROWS if "Tq" in row.packed)
+#: The arrays with one row per key.
 KEY_ARRAYS = tuple(row.name for row in _ROWS if "Tkv" in row.packed)
 #: The row statistics: results with one value per query and head.
 ROW_STATS = tuple(row.name for row in _ROWS if row.dtype == "statistics")

@@ -1,4 +1,4 @@
-"""The arguments of a problem from plain data, which comes from elsewhere: all that this version of the package can run."""
+"""Read a problem's arguments from plain data, and check that this version of the package knows all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensor_spec import ITEMSIZE, TensorSpec
 
 
 def arguments_of(data: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of the problem of plain data, given their ``names``. Raises as :meth:`.Problem.of_data`."""
+    """Return a problem's arguments from plain data; ``names`` lists all arguments. Raises as :meth:`.Problem.of_data`."""
     _require(isinstance(data, Mapping), f"a problem is a JSON object, not {data!r}")
     if missing := [name for name in ("q", "k", "v", "out") if name not in data]:
         raise ValueError(f"{', '.join(missing)} is missing")
@@ -43,7 +43,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _spec(name: str, value: Any) -> TensorSpec:
-    """Return an array of a problem."""
+    """Return the spec of a problem's array from plain data."""
     names = fields_of(TensorSpec)
     _require(isinstance(value, dict) and value.keys() == names.keys(), f"{name} must have {', '.join(names)}")
     dtype, shape, strides = value["dtype"], value["shape"], value["strides"]
@@ -57,8 +57,8 @@ def _spec(name: str, value: Any) -> TensorSpec:
 
 
 def _settings(value: Any) -> Settings:
-    """Return the settings of a problem."""
-    _require(isinstance(value, dict), f"settings is {value!r}")
+    """Return a problem's settings from plain data."""
+    _require(isinstance(value, dict), f"settings is {value!r}; it must be a JSON object")
     if unknown := [name for name in value if name not in Settings._fields]:
         raise ValueError(f"settings has no {', '.join(unknown)}; the file may come from another version: write it again")
     found = dict(value)
@@ -74,22 +74,25 @@ def _settings(value: Any) -> Settings:
 
 
 def _expression(value: Any) -> Expression:
-    """Return the score and mask functions: each step reads steps before it, and is one that a graph has."""
+    """Return the score and mask functions. Check that each step reads only earlier steps and has a known operation."""
     steps: list[Step] = []
     for number, given in enumerate(value["steps"]):
         constant = given.get("value", 0.0)
         constant = float(constant) if isinstance(constant, str) else constant
         step = Step(**{**given, "args": tuple(given.get("args", ())), "value": constant})
-        _require(all(_is_count(arg) and arg < number for arg in step.args), f"step {number} reads {step.args}")
+        _require(
+            all(_is_count(arg) and arg < number for arg in step.args),
+            f"step {number} reads {step.args}; it must read earlier steps",
+        )
         known = step.mode in LEAVES or (step.mode in MODES and len(step.args) == MODES[step.mode].operands)
         _require(
             known,
-            f"a function has the operation {step.mode!r} of {len(step.args)} operands, which this version does not have; the "
+            f"this version has no operation {step.mode!r} with {len(step.args)} operands, which a function uses; the "
             "file may come from another version: write it again",
         )
         steps.append(step)
     roots = value["score"], value["mask"]
     _require(
-        all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a function ends outside its steps"
+        all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a function's result is not a step"
     )
     return Expression(tuple(steps), *roots)

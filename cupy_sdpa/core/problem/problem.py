@@ -107,17 +107,17 @@ class Problem:
 
     @classmethod
     def of_data(cls, data: Any) -> Problem:
-        """Return the problem that :meth:`as_data` returned as plain data.
+        """Return a problem from the plain data that :meth:`as_data` returned.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: the data is not a problem, or is one of another version.
+            ValueError, TypeError, KeyError, AttributeError: the data is not a problem, or comes from another version.
         """
         from .plain_data import arguments_of  # needed only for files of problems
 
         return cls(**arguments_of(data, _FIELDS))
 
     def as_data(self) -> Any:
-        """Return the problem as plain data, as JSON has it, without the fields that have their default value.
+        """Return the problem as plain data, as in JSON. Fields with their default value are left out.
 
         >>> import cupy_sdpa
         >>> problem = cupy_sdpa.problem((64, 8, 100, 1), (64, 2, 100, 1), (64, 2, 100, 1), dtype="float16", causal=True)

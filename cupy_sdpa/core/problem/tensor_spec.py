@@ -34,7 +34,7 @@ def dtype_name(dtype: Any) -> str:
 def numpy_dtype(name: str, *, on_gpu: bool = False) -> np.dtype[Any]:
     """Return the numpy dtype of arrays of a dtype; bfloat16 and FP8 are dtypes of ml_dtypes.
 
-    ``on_gpu``: of CuPy arrays, in which FP8 elements are uint8, because CuPy has no FP8 dtype.
+    ``on_gpu``: return the dtype of CuPy arrays; FP8 elements are then uint8, because CuPy has no FP8 dtype.
 
     >>> numpy_dtype("bfloat16").itemsize, numpy_dtype("float8_e5m2", on_gpu=True)
     (2, dtype('uint8'))
@@ -175,8 +175,8 @@ class Expected(NamedTuple):
         dtype: the dtype.
         legend: the shape in letters, for messages.
         writable: whether the call writes the array.
-        most: the largest value of lengths, which are 0 or more, or of offsets (``cu_seqlens``), which also rise. Default None:
-            any values.
+        most: the largest allowed value. Lengths must be 0 or more; offsets (``cu_seqlens``) must also rise. Default None: any
+            values are allowed.
 
     >>> Expected("weights", (4, 2), "float32", "(S, H)").shape
     (4, 2)

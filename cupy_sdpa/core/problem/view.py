@@ -59,7 +59,7 @@ class View:
 
     @classmethod
     def of(cls, name: str, array: Any) -> View:
-        """Return the view of a whole array of the caller, or a view by another name; only its metadata are read."""
+        """Return a view of the caller's whole array, or rename a view. Only the array's metadata are read."""
         if isinstance(array, View):
             return replace(array, storage=array.storage._replace(name=name))
         if not cupy_runtime.is_array(array):

@@ -29,7 +29,7 @@ from .executor import ReadCall, is_any_array
 
 Arrays = Mapping[str, Any]
 Options = Mapping[str, Any]
-#: The arrays of a backward pass that are results of the forward pass, or like one.
+#: The arrays of a backward pass that the forward pass returned, and dout, which has the shape of out.
 OF_FORWARD = ("dout", "out", "stats")
 
 
@@ -42,16 +42,16 @@ class Call(NamedTuple):
     """What a caller asked for. Nothing is read, allocated or launched.
 
     Attributes:
-        key: the caller's arrays and options, with which the call is cached.
-        parse: checks the arrays and the decided options of a key, which have the package's axes, and builds the program. It
+        key: the caller's arrays and options; the call is cached with them.
+        parse: checks a key's arrays, which have the package's axes, and its decided options, and builds the program. It
             allocates nothing.
-        results: the names of the results that the caller gets in its axes, in order. Default: no names, because the arrays and
-            the results have the package's axes.
+        results: the names of the results, in order, which the caller gets in its own axes. Default: no names; the arrays and
+            the results then have the package's axes.
         decide: returns the options that the program is built with, from arrays by name and the caller's options.
         finish: returns what the caller gets, from the results of the program.
-        check: checks, in the caller's terms, before axes are permuted. Default None: nothing.
-        dense: the names of arrays that have the package's axes in every layout.
-        programs: the programs of an object that has its own, such as a group. Default None: the programs of all calls.
+        check: checks the caller's arguments before axes are permuted. Default None: no check.
+        dense: the names of arrays that have the package's axes whatever the layout.
+        programs: the programs of an object that keeps its own, such as a group. Default None: the shared programs.
 
     Example: :func:`operation`.
     """
@@ -85,8 +85,8 @@ class Call(NamedTuple):
 
         Args:
             for_gpu: build a GPU's program, even for numpy arrays. Default False.
-            missing: the arrays that are assumed to be dense if they are not passed, among ``dout``, ``out``, ``stats``, ``dq``,
-                ``dk`` and ``dv``. Default: none.
+            missing: which of ``dout``, ``out``, ``stats``, ``dq``, ``dk`` and ``dv`` are assumed to be dense if they are not
+                passed. Default: none.
         """
         conversion = self.conversion()
         with contextlib.nullcontext() if conversion is None else conversion.context():
@@ -118,14 +118,14 @@ class Call(NamedTuple):
         """Run a call that is not cached, and cache it; return the results in the caller's axes.
 
         Args:
-            looked_up: the key that was looked up; the call's arrays are views of its arrays. If one is a copy, the call is
-                looked up and cached with its own key. Default None: the call's own key.
-            tag: the tag of the call's own key that was looked up. Default None: the call's tag.
-            check: raises an error if the call must not run. It is called before anything runs.
+            looked_up: the key that was looked up; the call's arrays are views of this key's arrays. If one of them is a copy,
+                the call is looked up and cached with its own key. Default None: the call's own key.
+            tag: the tag with which the call's own key was looked up. Default None: the call's tag.
+            check: raises an error if the call must not run; called before anything runs.
             back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
 
-        The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. Then
-        it is cached with the options that were decided, and looked up with them first.
+        The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. If it
+        does, the call is first looked up with the decided options, and then cached with them.
         """
         if looked_up is not None and not _has_views_of(looked_up, self.key):
             if check is not None:
@@ -242,7 +242,7 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
 def problems_of_shapes(
     function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
 ) -> tuple[Problem, ...]:
-    """Return the problems that a GPU runs for a call of an operation, from arrays or from the shapes of dense arrays.
+    """Return the problems that a GPU runs for an operation's call. Arrays, or the shapes of dense arrays, are passed.
 
     Args:
         function: the operation.
@@ -251,14 +251,14 @@ def problems_of_shapes(
         dtype: the dtype of the arrays that are shapes.
         flags: its other arguments.
     """
-    check_names({**options, "block_mask": None})  # which the function takes, or refuses
+    check_names({**options, "block_mask": None})  # the function itself checks block_mask
     views, given = views_of_shapes(arrays, options, dtype=dtype)
     return call_of(function, **views, **given, **flags).read().problems
 
 
 def _has_views_of(key: CallKey, of_call: CallKey) -> bool:
-    """True if all arrays of a call are views of the arrays with the same names in another key, and not copies."""
-    named = {name: x for name, x in zip(key.names, key.arrays, strict=True) if x is not None}  # a name may be there twice
+    """True if all arrays of a call are views, not copies, of another key's arrays with the same names."""
+    named = {name: x for name, x in zip(key.names, key.arrays, strict=True) if x is not None}  # a name may occur twice
     passed = {**key.options, **named}
     arrays = {name: x for name, x in {**of_call.options, **of_call.named()}.items() if hasattr(x, "shape")}
     return all(x is passed.get(name) or shares_memory(x, passed.get(name)) for name, x in arrays.items())
@@ -268,7 +268,7 @@ def results_of(call: Call) -> list[Any]:
     """Look a call up, run it, and return its results.
 
     Raises:
-        TypeError, ValueError, Unsupported: as its parser raises them.
+        TypeError, ValueError, Unsupported: raised by the call's parser.
 
     Example: :func:`operation`.
     """
@@ -294,7 +294,7 @@ def _on_gpu(key: CallKey) -> CallKey:
 
 
 def _with_missing(arrays: dict[str, Any], names: Collection[str]) -> tuple[Any, ...]:
-    """Return the arrays, with views of dense arrays for missing ones; a gradient has the form of its array."""
+    """Return the arrays, with views of dense arrays for missing ones; a gradient has its array's shape and dtype."""
     missing = {name: name.removeprefix("d") for name in names if arrays[name] is None}
     if not missing:
         return tuple(arrays.values())

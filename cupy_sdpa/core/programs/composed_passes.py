@@ -1,4 +1,7 @@
-"""Read a pass of several steps: a layer's option, another dtype, a gradient of the log-sum-exp, or scales of heads."""
+"""Read passes that need several steps.
+
+These passes have a layer's option, ``compute_dtype``, a gradient of the log-sum-exp, or a scale for each head.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,10 @@ def composed_backward(
 
     Args:
         key, operands: the call, and its arguments as :func:`.read_operands` returned them.
-        build: adds the steps to a builder. Its other arguments are ``views`` with the results, ``options``, and the flags.
+        build: adds the steps to a builder, its first argument. It also gets ``views`` with the results, ``options``, and the
+            flags.
         computed: the views of the arrays from which the gradients are computed, if the steps first convert some of them.
-        result: the dtype of dout, dq, dk and dv. Default None: q's.
+        result: the dtype of dout, dq, dk and dv. Default None: q's dtype.
         flags: the other arguments of :func:`.read_backward`.
     """
     arrays, views, options = operands
@@ -68,9 +72,9 @@ def composed_backward(
 
 
 def _read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
-    """Check ``dstats`` of a call that computes in a dtype, by default q's; return a function that says why it can't run.
+    """Check ``dstats``, and return a function that explains why cuDNN cannot run the call; None without ``dstats``.
 
-    Returns None without ``dstats``.
+    ``dtype`` is the dtype to compute in. None: q's dtype.
     """
     if "dstats" not in views:
         return None
@@ -83,7 +87,7 @@ def _read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callab
 
 
 def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operands:
-    """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
+    """Call :func:`.read_operands`, and check what can be checked without a problem: scales, and a layer option's arrays."""
     scale = {"scale": key.options["scale"]} if is_any_array(key.options.get("scale")) else {}
     given = {**key.options, "scale": 1.0} if scale else key.options
     arrays, views, options = read_operands(key.named() | scale, given, results, result=result)
@@ -101,7 +105,7 @@ def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operand
 
 
 def _check_arrays(given: Mapping[str, Any], results: Sequence[str], dtype: str | None, result: Any) -> None:
-    """Check the arrays of a call whose q, k and v are checked: a layer's steps read and write them without a problem.
+    """Check a call's arrays except q, k and v: no problem checks the arrays that a layer's steps read and write.
 
     ``results``, ``dtype`` and ``result`` are as for :func:`_read_operands`.
     """
@@ -122,7 +126,7 @@ def _results_of(
     result: Any = None,
     **flags: Any,
 ) -> tuple[dict[str, View], Gradients | None]:
-    """Return views of a call's results in order, and which gradients of ``tensors`` are among them; check passed results.
+    """Return views of a call's results in order, and its gradients of ``tensors``; check the results that were passed.
 
     ``views`` has q, k and v, and any other arrays that the caller passed; ``flags`` are the call's other arguments.
     """
@@ -142,11 +146,11 @@ def _results_of(
         shapes |= {name: views[name].shape if name in views else out for name in ("dout", "out")}
     kind = q.dtype if dtype is None else numpy_dtype(dtype)
     dense: dict[str, Any] = {name: View.dense(name, shape, kind, q.storage.device) for name, shape in shapes.items()}
-    if dtype is None:  # their strides are checked
+    if dtype is None:  # the caller's views, so that their strides are checked
         dense |= {name: view for name, view in views.items() if name in (*dense, "dq", "dk", "dv")}
     call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
     results = call.result_views(views, own)
-    if requested:  # before the gradients of tensors
+    if requested:  # dscale comes before the gradients of tensors
         of_tensors = {name: results.pop(name) for name in (call.gradients.results if call.gradients else ())}
         results |= _of_scale(views) | of_tensors
     return results, call.gradients

@@ -44,7 +44,7 @@ def decided_options(
 
 
 def is_one_problem(options: Mapping[str, Any]) -> bool:
-    """True if decided options have neither a dtype to compute in nor a layer's option."""
+    """True if the decided options have neither ``compute_dtype`` nor a layer's option."""
     return options.get("compute_dtype") is None and pass_option({**options}) is None
 
 

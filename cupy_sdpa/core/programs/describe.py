@@ -1,4 +1,4 @@
-"""The report on a call that was read, :meth:`.ReadCall.report`: whether and how it would run."""
+"""Report whether and how a call would run (:meth:`.ReadCall.report`)."""
 
 from __future__ import annotations
 

@@ -51,23 +51,23 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 
 @dataclass
 class ReadCall:
-    """A call whose arguments are valid: its program, and its arrays. It is cached and captured as one call.
+    """A call with valid arguments: its program and its arrays. It is cached and captured as a whole.
 
     Attributes:
         program: the program.
         arrays: the caller's arrays by name; later also the inputs and the results that were created for the call.
-        results: the views of the results in order. Those that the caller does not pass are created.
+        results: the views of the results in order. Results that the caller does not pass are created.
         tensors: the metadata of the arrays whose alignments are part of the program.
         problem: the problem, if the call is one problem; None for a call of several steps.
         functions: the traced score and mask functions. Default: none.
         identities: the identities of the functions when they were traced.
         scalars: the scalars by name that are passed by value.
         fills: inputs that the caller did not pass, by name; they are created when the call runs.
-        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
+        gradients: the gradients of ``tensors``, which are the last results. Default None: there are none.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
-        planned: whether the plans have been built, so that nothing can fail after something was written.
-        refusal: says why the call is not supported, from the step's name and the step's reason. Default None: the reason
-            itself.
+        planned: whether the plans have been built. They are built before anything is written, because planning can fail.
+        refusal: returns why the call is not supported, given the step's name and the step's reason. Default None: the
+            reason itself.
 
     >>> from cupy_sdpa import attention
     >>> from cupy_sdpa.extend import call_of
@@ -298,7 +298,7 @@ class ReadCall:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
+        """The problems that an engine runs, in step order. If no query attends to a key, there is one problem without keys."""
         from .describe import problems_of
 
         return problems_of(self)
@@ -310,8 +310,8 @@ class ReadCall:
     ) -> Report:
         """Report whether and how the call would run: the steps of its program, and the plan of each launch.
 
-        ``explain`` returns the report on a problem, and ``target`` the version of cuDNN and the compute capability that it is
-        for. Default: the report on the engine of the arrays; plans are built and cached.
+        ``explain`` returns the report on a problem; ``target`` returns the cuDNN version and the compute capability that the
+        report is for. By default the report is on the arrays' engine, and plans are built and cached.
         """
         from .describe import report_of
 
@@ -426,12 +426,12 @@ class Operands(NamedTuple):
 def read_operands(
     arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str] | None = None, *, result: Any = None
 ) -> Operands:
-    """Read the arrays and the options of a call of several steps, each once; functions are recorded, see :func:`.kept_options`.
+    """Read the arrays and the options of a call of several steps, and record its functions (:func:`.kept_options`).
 
     Args:
         arrays, options: the arrays by name, and the options of the call.
-        results: the names of the arrays that a call with ``compute_dtype`` writes; with this option it checks the dtypes and
-            strides of its arrays. Default None: the call does not take ``compute_dtype``.
+        results: the names of the arrays that a call with ``compute_dtype`` writes; with this option, the dtypes and strides of
+            the arrays are checked. Default None: the call does not take ``compute_dtype``.
         result: the dtype of dout, dq, dk and dv if the other arrays already have ``compute_dtype``. Default None: q's.
 
     Raises:

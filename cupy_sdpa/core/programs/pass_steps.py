@@ -1,4 +1,7 @@
-"""The builder of a pass of several steps: a layer's option, another dtype, gradients of the log-sum-exp, scales of heads."""
+"""Build passes that need several steps.
+
+These passes have a layer's option, ``compute_dtype``, a gradient of the log-sum-exp, or a scale for each head.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ def add_pass(
     deterministic: bool = False,
     **outputs: Any,
 ) -> None:
-    """Add the steps of a pass: of the gradients if ``dout`` or ``dstats`` is among the views, otherwise of the forward pass.
+    """Add the steps of the backward pass if ``dout`` or ``dstats`` is among the views, otherwise of the forward pass.
 
-    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
-    ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
+    ``views`` has the arrays and the results of the pass. If it has "kept q" and others, the rounded arrays are kept there.
+    ``outputs`` are the flags that request results, such as ``return_stats``.
     """
     layer_option, dtype, options = options.layer_option, options.compute_dtype, options.of_one_problem()
     backward, of_stats = "dout" in views, "dstats" in views
@@ -67,7 +70,7 @@ def in_dtype(
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Return the arrays with a head dim in another dtype, and a function that adds the steps to convert ``results`` back.
 
-    They are converted into the arrays ``kept``, by default into temporaries. Without a dtype nothing is converted.
+    Arrays are converted into ``kept``, or into temporaries if it is None. If ``dtype`` is None, nothing is converted.
     """
     made: dict[str, Any] = {**arrays}
     own, back = None if dtype is None else numpy_dtype(dtype), []

@@ -1,4 +1,4 @@
-"""Attention and its gradients: one problem, or a pass of several steps, which :mod:`.composed_passes` reads."""
+"""Read calls of attention and its gradients as one problem; :mod:`.composed_passes` reads passes of several steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .executor import ReadCall, call_of_problem, is_any_array
 
 
 def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False, deterministic: bool = False) -> ReadCall:
-    """Read a call of :func:`cupy_sdpa.attention`: q, k and v, optionally out and stats, and decided options.
+    """Read a call of :func:`cupy_sdpa.attention`: q, k, v, the decided options and, optionally, out and stats.
 
-    If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
+    If ``kept``, the call also returns q, k, v and out in ``compute_dtype``, as its last results.
     """
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
     if _is_one_problem(key):
@@ -30,9 +30,9 @@ def parse_backward(
     deterministic: bool = False,
     **requests: Any,
 ) -> ReadCall:
-    """Read a call of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk, dv and dstats, and decided options.
+    """Read a call of :func:`cupy_sdpa.attention_backward`: its arrays and the decided options.
 
-    ``result`` is the dtype of dout, dq, dk and dv if q, k, v and out were kept by :func:`parse_forward`. Default None: q's.
+    ``result`` is the dtype of dout, dq, dk and dv if :func:`parse_forward` kept q, k, v and out. Default None: q's dtype.
     ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
     flags = {"deterministic": deterministic, **requests}
@@ -54,5 +54,5 @@ def parse_backward(
 
 
 def _is_one_problem(key: CallKey) -> bool:
-    """True unless a layer's option, another dtype, or a scale for each head needs several steps."""
+    """True unless the pass needs several steps: for a layer's option, another dtype, or a scale for each head."""
     return is_one_problem(key.options) and not is_any_array(key.options.get("scale"))

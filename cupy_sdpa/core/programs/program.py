@@ -115,7 +115,7 @@ class Program:
 
 
 class Builder(Steps):
-    """Collects the steps of a program; builders of features add them.
+    """The steps of a program; functions that build features add them.
 
     >>> import numpy as np
     >>> builder = Builder(device=None)
@@ -141,7 +141,7 @@ class Builder(Steps):
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
     def add_pass(self, views: Mapping[str, View], options: ReadOptions, **others: Any) -> None:
-        """Add attention, or its gradients if ``dout`` or ``dstats`` is among the views: arrays and results by name.
+        """Add attention, or its gradients if ``dout`` or ``dstats`` is among ``views``, the arrays and results by name.
 
         ``others`` are the other arguments of :func:`.pass_steps.add_pass`.
         """
@@ -152,7 +152,7 @@ class Builder(Steps):
     def in_dtype(
         self, arrays: Mapping[str, View | None], dtype: str | None, results: Sequence[str]
     ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Convert arrays with a head dim; the returned function adds the steps to convert ``results`` back."""
+        """Convert arrays with a head dim, and return them with a function that adds the steps to convert ``results`` back."""
         from .pass_steps import in_dtype
 
         return in_dtype(self, arrays, dtype, results)

@@ -30,10 +30,10 @@ REMEDY = (
 
 
 def padded_head_dim(width: int, *, equal: bool = False) -> int:
-    """Return the smallest head dim that cuDNN's kernels take and that is not less than a width.
+    """Return the smallest head dim that cuDNN's kernels support and that is at least ``width``.
 
-    ``equal``: of calls that need equal head dims, which are packed sequences, to which calls with a block mask copy blocks, and
-    deterministic gradients, see core/support/known_bugs.py. Packed sequences need twice the multiple.
+    ``equal``: the call needs equal head dims (core/support/known_bugs.py). These calls have packed sequences, or a block mask
+    whose blocks are copied to packed sequences, or deterministic gradients. Packed sequences need twice the multiple.
     """
     multiple = 2 * MULTIPLE if equal else MULTIPLE
     return -(-width // multiple) * multiple

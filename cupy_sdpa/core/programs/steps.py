@@ -235,7 +235,7 @@ class Steps:
             self.run(copy, target, source, writes=(target,))
 
     def copy_part(self, target: View, source: View) -> None:
-        """Copy ``source`` into ``target`` of the same shape and dtype; parts of larger arrays by rows, at memory speed."""
+        """Copy ``source`` into ``target``, which has its shape and dtype; parts of larger arrays are copied row by row."""
         if target.size:
             self.run(memory.copy_by_rows, target, source, writes=(target,))
 
@@ -246,7 +246,7 @@ class Steps:
         return made
 
     def concatenate(self, wanted: Sequence[tuple[View, Sequence[View], float]]) -> None:
-        """Concatenate arrays along head_dim, all in one step; see :func:`.concatenation.concatenate`."""
+        """Concatenate arrays along head_dim in one step; see :func:`.concatenation.concatenate`."""
         from ..kernels.concatenation import concatenate
 
         if wanted:
@@ -255,7 +255,7 @@ class Steps:
     def row_means(
         self, target: View, stats: View, factors: tuple[View | None, View | None], mean: View | None, scale: float
     ) -> None:
-        """Write each row's mean score derivative, with ``factors`` products and dout; see :func:`.row_means.row_means`."""
+        """Write each row's mean score derivative; ``factors`` are products and dout. See :func:`.row_means.row_means`."""
         from ..kernels.row_means import row_means
 
         self.run(row_means, target, stats, *factors, mean, scale, writes=[target])

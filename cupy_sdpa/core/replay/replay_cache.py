@@ -350,7 +350,7 @@ class DeviceProgram(BoundProgram):
 
 
 class BoundPrograms(dict[Any, Any]):
-    """Bound programs by key that belong to an object, such as a group, and refer to it: they end with it.
+    """The bound programs, by key, of an object such as a group. They refer to the object, and end with it.
 
     ``built`` are the programs that are not bound yet, by what they depend on.
     """

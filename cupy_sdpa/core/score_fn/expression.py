@@ -49,7 +49,7 @@ class Step(NamedTuple):
     value: float = 0.0
 
     def as_data(self) -> Any:
-        """Return the step as plain data, as JSON has it, without the fields that have their default value.
+        """Return the step as plain data, as in JSON. Fields with their default value are left out.
 
         >>> [step.as_data() for step in (Step("score"), Step("neg", (0,)))]
         [{'mode': 'score'}, {'mode': 'neg', 'args': [0]}]
@@ -76,7 +76,7 @@ class Expression(NamedTuple):
         return tuple(step for step in self.steps if step.mode == "captured")
 
     def steps_of(self, root: int) -> tuple[Step, ...]:
-        """Return the steps of one of the two functions, ``score`` or ``mask``, without the other's; the last one is its result.
+        """Return only the steps of the function ``score`` or ``mask``; the last step is its result.
 
         >>> both = Expression((Step("index", name="b"), Step("score"), Step("neg", (1,))), 2, None)
         >>> [(step.mode, step.args) for step in both.steps_of(2)]

@@ -1,4 +1,4 @@
-"""The numpy calls that a score or mask function makes, as data, and how they are computed again."""
+"""Represent the numpy calls of a score or mask function as data, and make these calls again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .expression import AXES
 
 #: The parameters of a score function before its arrays; a mask function has the last four.
 PARAMETERS = ("score", *AXES)
-#: Functions that take conditions unchanged. All others compute with 1 and 0; numpy's sum of two conditions is a condition.
+#: Functions that get conditions unchanged. For all others, conditions become 1 and 0: in numpy, True + True is True, not 2.
 _OF_CONDITIONS = frozenset(
     {"logical_and", "bitwise_and", "logical_or", "bitwise_or", "logical_xor", "bitwise_xor", "logical_not", "invert"}
     | {"where", "positive"}
@@ -19,7 +19,7 @@ _OF_CONDITIONS = frozenset(
 
 
 class Result(NamedTuple):
-    """The result of an earlier call of a recorded function, by the number of the call."""
+    """The result of an earlier numpy call of a recorded function, identified by the call's number."""
 
     call: int
 
@@ -28,7 +28,7 @@ class Result(NamedTuple):
 
 
 class Access(NamedTuple):
-    """How a function indexes a captured array: by the name of an axis of the scores, or an integer, along every axis."""
+    """How a function indexes a captured array: each axis has an index, which is a score axis's name or an integer."""
 
     name: str
     axes: tuple[str | int, ...]
@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
 
 class NumpyCall(NamedTuple):
-    """One call of a numpy function in a recorded function, and the source line that made it.
+    """One numpy call in a recorded function, and its source line.
 
     An operand is the name of a parameter, an element of an array (:class:`Access`), a :class:`Result`, or a number.
     """
@@ -52,9 +52,9 @@ class NumpyCall(NamedTuple):
 
 
 def make_calls(calls: Sequence[NumpyCall], result: Any, line: str, arguments: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
-    """Make the calls, and return the operand ``result``: on traced values, or on arrays of positions.
+    """Make the calls on traced values or on arrays of positions, and return the operand ``result``.
 
-    ``line`` is the line of the function, which is named in errors outside of its calls.
+    ``line`` is the function's own line; an error that no call raises names it.
     """
     parameters = dict(zip(PARAMETERS[-len(arguments) :], arguments, strict=True))
     results: list[Any] = []
@@ -72,17 +72,17 @@ def make_calls(calls: Sequence[NumpyCall], result: Any, line: str, arguments: Se
 
     try:
         for call in calls:
-            line = call.line  # read by line_of_function() of .proxy
+            line = call.line  # proxy.line_of_function() reads this variable
             operands = map(value, call.operands)
             if call.function.__name__ not in _OF_CONDITIONS:
                 operands = map(_as_number, operands)
             results.append(call.function(*operands))
         return value(result)
     except Exception as error:
-        error.add_note(f"raised by the line {line} of the function")
+        error.add_note(f"raised at {line} in the function")
         raise
 
 
 def _as_number(x: Any) -> Any:
-    """1 and 0 instead of an array's conditions; anything else unchanged."""
+    """Return 1 and 0 for a Boolean array; return anything else unchanged."""
     return x + 0 if getattr(x, "dtype", None) == np.bool_ else x

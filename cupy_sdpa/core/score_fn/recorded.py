@@ -1,4 +1,4 @@
-"""Score and mask functions as the numpy calls that they make: record, trace and relocate them."""
+"""Record score and mask functions as the numpy calls that they make, and trace or relocate them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .numpy_calls import Access, NumpyCall, Result, make_calls
 from .proxy import Value
 from .tracer import FunctionTracer, Traced, check_function, trace
 
-#: An element of an array: the name of the array and its indices, as in :class:`.Access`.
+#: An array element: the array's name and the indices, as in :class:`.Access`.
 Element = tuple[str, tuple[str | int, ...]]
 
 
 class Recorded:
-    """A score or mask function as it was when it was traced: a function that makes the same numpy calls and returns an operand.
+    """A snapshot of a score or mask function: it makes the numpy calls that the function made when it was traced.
 
-    It keeps no reference to the function, to what the function refers to, or to arrays, so later changes of these have no
-    effect. Equal ones are the same object, see :func:`recorded`.
+    It keeps no reference to the function, to anything that the function refers to, or to arrays, so later changes to them have
+    no effect. Equal recorded functions are the same object, see :func:`recorded`.
 
     Attributes:
         option: ``score_mod`` or ``mask_mod``.
         name: the module, the qualified name and the first source line of the function.
-        calls, result: the calls, and the operand that it returns.
-        reads: the elements of arrays that it reads.
+        calls, result: the numpy calls, and the operand that the function returns.
+        reads: the array elements that the function reads.
     """
 
-    #: Equal ones compute the same, see :func:`.identity`.
+    #: Equal recorded functions compute the same, see :func:`.identity`.
     _is_its_identity = True
 
     def __init__(self, option: str, name: tuple[str, str, str], calls: Sequence[NumpyCall], result: Any) -> None:
@@ -41,15 +41,15 @@ class Recorded:
 
     @classmethod
     def of(cls, option: str, function: Callable[..., Any], arrays: Mapping[str, Any]) -> Recorded:
-        """Record a function that reads ``arrays``; raises what :func:`.trace` raises."""
+        """Record a function that reads ``arrays``. Raises the same errors as :func:`.trace`."""
         return record({option: function}, arrays)[option]
 
     @classmethod
     def if_traceable(cls, option: str, function: Any, arrays: Mapping[str, Any]) -> Recorded | None:
-        """Record a function that can also be called with arrays of positions; None if it cannot be traced.
+        """Record a function, or return None if it cannot be traced; it can still be called with arrays of positions.
 
         Raises:
-            TypeError: it is not a function, or its parameters are in another order.
+            TypeError: it is not a function, or its parameters are in the wrong order.
         """
         check_function(option, function)
         try:
@@ -58,11 +58,11 @@ class Recorded:
             return None
 
     def __call__(self, /, *arguments: Any, **tensors: Any) -> Any:
-        """Compute, as the function did: on traced values, or on arrays of positions."""
+        """Make the function's numpy calls on traced values or on arrays of positions."""
         return make_calls(self.calls, self.result, self._line, arguments, tensors)
 
     def traced(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> Traced:
-        """Trace the function alone, see :func:`.trace`; ``sizes`` has the lengths of b, h, q_idx and kv_idx."""
+        """Trace only this function, see :func:`.trace`; ``sizes`` has the lengths of b, h, q_idx and kv_idx."""
         functions = {self.option: self}
         return trace(functions.get("score_mod"), functions.get("mask_mod"), arrays, sizes)
 
@@ -73,12 +73,12 @@ class Recorded:
         starts: Mapping[str, int | Element] | None = None,
         places: Mapping[str, Element] | None = None,
     ) -> Recorded:
-        """Return the function for a call at other positions: a function of the indices in the call.
+        """Return the function for a call on a part of the sequences, as a function of that call's indices.
 
         Args:
-            reads: the elements of the call's arrays instead of the elements that the function reads.
-            starts: what is added to indices of the call, by axis: numbers, or elements of arrays. Default None.
-            places: the elements that contain the positions, for other axes. Default None.
+            reads: for each element that the function reads, the element of the call's arrays to read instead.
+            starts: for each axis, what to add to the call's index: a number, or an array element. Default None: nothing.
+            places: for other axes, the array element that contains the position. Default None: the index is the position.
         """
         starts = starts or {}
         shifts = [
@@ -106,26 +106,26 @@ class Recorded:
 
 
 class _Recorder(FunctionTracer):
-    """Records the numpy calls of functions."""
+    """Record the numpy calls of functions."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._calls: list[NumpyCall] = []
-        self._results: dict[int, Result | Access] = {}  # what computes a step, unless it is a parameter or a number
+        self._results: dict[int, Result | Access] = {}  # by step; parameters and numbers have none
         super().__init__({}, arrays)
 
     def recorded(self, option: str, function: Callable[..., Any], result: Value) -> Recorded:
-        """Return the record of a traced function that returned ``result``."""
+        """Return the recorded form of a traced function that returned ``result``."""
         return recorded(option, function, self._calls, self._operand(result))
 
     def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
-        """Note the call that made a result."""
+        """Record the call that computed a result."""
         step = result.step if isinstance(result, Value) else None
         if step is not None and step not in self._results and self.writer.steps[step].mode not in LEAVES:
             self._calls.append(NumpyCall(function, tuple(map(self._operand, operands)), self.line))
             self._results[step] = Result(len(self._calls) - 1)
 
     def read(self, access: Access, element: Value) -> Value:
-        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
+        """Record that a value is an array element; an element of a bool array is the condition that it is not 0."""
         self._results[element.step] = access
         return element
 
@@ -143,7 +143,7 @@ _known: weakref.WeakValueDictionary[Any, Recorded] = weakref.WeakValueDictionary
 
 
 def recorded(option: str, function: Callable[..., Any], calls: Sequence[NumpyCall], result: Any) -> Recorded:
-    """Return a recorded function, without calls that its result does not depend on; only the name of ``function`` is used."""
+    """Return a recorded function without calls that its result does not need; ``function`` only provides its name."""
     needed: set[int] = set()
     stack = [result]
     while stack:
@@ -165,7 +165,7 @@ def recorded(option: str, function: Callable[..., Any], calls: Sequence[NumpyCal
 
 
 def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
-    """Record a call's functions, by the names of their options; raises what :func:`.trace` raises."""
+    """Record a call's functions, by option name. Raises the same errors as :func:`.trace`."""
     known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
     if len(known) == len(functions):
         return known
@@ -184,5 +184,5 @@ def _name_of(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def _type_and_value(operand: Any) -> tuple[type, str]:
-    """Return what distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+    """Return a key that distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
     return type(operand), repr(operand)

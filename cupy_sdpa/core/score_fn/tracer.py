@@ -42,7 +42,7 @@ class Traced(NamedTuple):
 
     @property
     def masks(self) -> bool:
-        """Whether the functions are a mask: a query may attend to fewer than all keys."""
+        """Whether the functions mask keys, so that a query may attend to fewer than all keys."""
         return self.band is not None or (self.expression is not None and self.expression.mask is not None)
 
 

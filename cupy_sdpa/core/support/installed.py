@@ -1,4 +1,4 @@
-"""The cuDNN and the NVRTC that this process finds, and what is missing to run on a GPU."""
+"""Find this process's cuDNN and NVRTC, and say what is missing to run on a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class InstalledCudnn:
     """The cuDNN of this process, loaded on first use.
 
     Attributes:
-        version: its version as text.
-        path: the path of the library.
-        cuda: the CUDA version that it was built with; 12090 is 12.9.
-        found_by: where it was found.
-        nvrtc: the compiler that it uses.
+        version: cuDNN's version as text.
+        path: the path of cuDNN's library.
+        cuda: the CUDA version that cuDNN was built with; 12090 is 12.9.
+        found_by: how the library was found.
+        nvrtc: the NVRTC that cuDNN uses.
 
     Raises:
         CudnnError: cuDNN is not found; the message lists every place searched.
@@ -34,9 +34,9 @@ class InstalledCudnn:
 
     @staticmethod
     def obstacles(capability: int | None, install: str) -> Iterator[str]:
-        """Yield why cuDNN cannot run here, with the fix: it is missing or too old, or the GPU is too old.
+        """Yield the reasons why cuDNN cannot run here, with fixes: cuDNN is missing or too old, or the GPU is too old.
 
-        ``capability`` is the GPU's compute capability, None if it is unknown; ``install`` is the command that installs cuDNN.
+        ``capability`` is the GPU's compute capability, or None if unknown; ``install`` is the command that installs cuDNN.
         """
         try:
             version = library().version
@@ -49,7 +49,7 @@ class InstalledCudnn:
             yield f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} or newer is required"
 
     def describe_gpu(self) -> str:
-        """Return cuDNN's description of the current GPU, as JSON; creates a CUDA context if none exists.
+        """Return cuDNN's description of the current GPU as JSON. Create a CUDA context if there is none.
 
         Raises:
             CudnnError: there is no GPU.

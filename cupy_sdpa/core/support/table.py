@@ -1,4 +1,4 @@
-"""The support table as data: what a version of cuDNN runs on each described GPU, the rules, and the known bugs."""
+"""Return the support table as data: what a cuDNN version runs on each described GPU, the rules and the known bugs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .why_not import unverified_rules, why_not
 
 
 class SupportTable:
-    """The support table for a version of cuDNN.
+    """The support table of one cuDNN version.
 
     Args:
         cudnn: the version, such as ``"9.19"``. Default None: the newest known one.
@@ -37,7 +37,7 @@ class SupportTable:
         self.version = version_text(self._number)
 
     def as_data(self, problems: Mapping[str, Problem]) -> dict[str, Any]:
-        """Return the table as plain data, with the verdicts on problems by name; docs/command_line.md lists the keys."""
+        """Return the table as plain data, with verdicts on ``problems``, given by name. docs/command_line.md lists the keys."""
         return {
             "cudnn": self.version, "minimum_cudnn": version_text(MINIMUM_CUDNN),
             "gpus": [
@@ -62,7 +62,7 @@ class SupportTable:
         }  # fmt: skip
 
     def _verdict(self, problem: Problem, gpu: str) -> dict[str, Any]:
-        """Return whether a GPU runs a problem, and the rules that rule it out or leave its results unverified."""
+        """Return whether a GPU runs a problem, and the names of the rules by which it cannot run or is unverified."""
         capability = gpus.capability_of(gpu)
         reasons = why_not(problem, self._number, capability)
         rules = [reason.rule for reason in reasons] or [name for name, _ in unverified_rules(problem, self._number, capability)]
