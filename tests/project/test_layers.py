@@ -193,6 +193,15 @@ def test_the_names_for_operations_have_examples():
         assert ">>>" in doc, name
 
 
+def test_the_names_for_layers_only_are_few():
+    """The other modules of ``extend`` have names that a layer imports, no others. The limit may be lowered, never raised."""
+    imported_names = {names[1:] for path in MODULES for names in imports_of(path) if names[:1] == ("extend",)}
+    modules = {path.stem for path in (PACKAGE / "extend").glob("*.py")} - {"__init__"}
+    offered = {(name, x) for name in modules for x in importlib.import_module(f"cupy_sdpa.extend.{name}").__all__}
+    assert offered <= imported_names
+    assert len(offered) <= 34
+
+
 def test_every_layer_has_a_readme():
     """It names modules of the layer, and the core's names modules of the core; every module of a layer is named, or is a command."""
     for name in {path.parent for path in MODULES if path.parent.parent == PACKAGE}:
