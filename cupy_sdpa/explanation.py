@@ -15,6 +15,7 @@ from .block_masks.intersection import within_band
 from .core._typing import Array
 from .core.boundary.arguments import read_shapes
 from .core.boundary.conversion import Conversion
+from .core.boundary.layouts import takes_default
 from .core.boundary.options import split_requests, takes_options
 from .core.errors import CudnnError, Unsupported
 from .core.graph import graph_of
@@ -266,6 +267,7 @@ def supported(*arguments: Any, gpu: str | None = None, cudnn: str | None = None,
         return supported(*arguments, gpu=gpu, cudnn=version_text(RELEASES[-1]), **options)
 
 
+@takes_default
 def explain_function(
     function: Callable[..., Any], *arguments: Any, gpu: str | None = None, cudnn: str | None = None, **options: Any
 ) -> Report:
@@ -275,8 +277,8 @@ def explain_function(
 
     Args:
         function: :func:`cupy_sdpa.attention`, ``attention_backward``, ``attention_jvp``, ``weight_sums``,
-            ``weight_entropy``, :func:`cupy_sdpa.shared_prefix_attention` or :func:`cupy_sdpa.fp8.attention`, also in a
-            ``functools.partial``.
+            ``weight_entropy``, :func:`cupy_sdpa.shared_prefix_attention`, :func:`cupy_sdpa.fp8.attention`, or an operation
+            that you wrote (:doc:`/extending`), also in a ``functools.partial``.
         arguments, options: its arguments.
         gpu, cudnn: as for :func:`explain`.
 

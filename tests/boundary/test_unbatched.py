@@ -117,6 +117,7 @@ def test_a_default_layout():
         made = cupy_sdpa.problem(X.shape, X.shape, X.shape, dtype="float16")
         assert explain(made, gpu="h200", cudnn="9.19").problem == made
         assert explain(X, X, X)
+        described = cupy_sdpa.explain_function(attention, X, X, X)
         eight_bits = fp8.quantize(X)
         assert fp8.attention(eight_bits, eight_bits, eight_bits).shape == X.shape
         assert cupy_sdpa.dropout_mask(X, X, dropout_p=0.5, seed=1).shape == (2, 4, 5, 5)
@@ -125,6 +126,8 @@ def test_a_default_layout():
     np.testing.assert_array_equal(packed, attention(X[0], X[0], X[0], layout="thd", **OF_PACKED))
     assert made.sizes == cupy_sdpa.problem(X.shape, X.shape, X.shape, dtype="float16", layout="bshd").sizes
     assert pullback(out)[0].shape == X.shape
+    assert described == cupy_sdpa.explain_function(attention, X, X, X, layout="bshd")
+    assert described != cupy_sdpa.explain_function(attention, X, X, X, layout="dhsb")
 
 
 def test_what_was_made_elsewhere_keeps_its_layout():

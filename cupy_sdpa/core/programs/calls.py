@@ -191,7 +191,8 @@ def operation(
         flags: its other arguments that are not options, with their defaults.
         positional: the names of the arguments that can be passed by position. Default: the arrays.
 
-    >>> from cupy_sdpa.extend import Call, CallKey, View, composed, operation, read_operands, results_of
+    >>> from cupy_sdpa.extend import (
+    ...     Call, CallKey, Expected, View, check_arrays, composed, dtype_name, operation, read_operands, results_of)
     >>> def doubled(q, *, out=None):
     ...     return results_of(call_of_doubled((q, out), {}))[0]
     >>> @operation(doubled, ("q", "out"), {}, ("q",))
@@ -200,6 +201,7 @@ def operation(
     >>> def parse(key):
     ...     arrays, views, _ = read_operands(key.named(), key.options)
     ...     q = views["q"]
+    ...     check_arrays([Expected("out", q.shape, dtype_name(q.dtype), "like q", writable=True)], views)
     ...     def build(builder):
     ...         builder.copy(views["out"], q)
     ...         builder.add(views["out"], q)
@@ -217,7 +219,7 @@ def operation(
 
 
 def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Call:
-    """Return the call of a public function with these arguments.
+    """Return the call of a public function with these arguments; it ignores :func:`cupy_sdpa.layout.default`.
 
     Raises:
         TypeError: the function is not an operation.

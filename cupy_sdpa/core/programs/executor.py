@@ -485,7 +485,8 @@ def composed(
     Args:
         key: the call as it was parsed.
         arrays, views: as :func:`read_operands` returned them. The views of results that the caller did not pass are added.
-        results: the views of the results in order, by which those that the caller did not pass are created.
+        results: the views of the results in order, by which those that the caller did not pass are created. The shapes and
+            dtypes of passed results are not checked: ``builder.attend`` checks its own arrays, :func:`.check_arrays` any other.
         build: adds the steps to a builder.
         gradients, refusal: see :class:`ReadCall`.
         programs: see :class:`.Call`; it keeps the program. Default None: with the programs of all calls.

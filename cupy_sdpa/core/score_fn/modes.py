@@ -1,6 +1,7 @@
 """The pointwise modes of score functions and of operation graphs: one row for each, with everything that is known about it.
 
-To add a mode, add a row. If cuDNN has the mode and no numpy function computes it, also add a rule to ``POINTWISE`` of
+To add a mode, add a row. If a function computes it with numpy, instead of the name of a numpy function, also list its name in
+``FUNCTIONS`` of :mod:`.ufuncs`. If cuDNN has the mode and no numpy function computes it, also add a rule to ``POINTWISE`` of
 :mod:`.core.numpy_engine.interpreter`. A mode that cuDNN has is a new kind of graph: compare its results on a GPU
 before you use it. A mode that is composed of other modes needs no comparison.
 """
