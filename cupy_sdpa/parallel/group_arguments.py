@@ -57,7 +57,7 @@ def check_engine(options: Mapping[str, Any]) -> None:
     if isinstance(engine := options.get("engine"), str) and engine == "cupy":
         raise Unsupported(
             "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine: "
-            "cuDNN computes CuPy arrays, and the CPU computes numpy arrays"
+            "CuPy arrays then run on cuDNN, and numpy arrays on the CPU"
         )
 
 

@@ -36,7 +36,7 @@ class Axes:
 
     @classmethod
     def of_call(cls, q: Any, options: Mapping[str, Any]) -> Axes:
-        """Return the axes of a call. If q has no batch axis, the other arrays have none either."""
+        """Return the axes of a call. If q has no batch axis, no array has one."""
         axes = cls(options.get("layout"))
         axes._is_unbatched = layouts.is_unbatched(q, options)
         axes._bias_axes = getattr(options.get("bias"), "ndim", None)

@@ -227,13 +227,13 @@ def check_separate(results: Iterable[str], arrays: Mapping[str, Any]) -> None:
 
 
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
-    """Check the dtypes and shapes of arrays that are not part of a problem; arrays that are None are skipped.
+    """Check the dtypes and shapes of arrays that are not part of a problem; missing arrays (None) are skipped.
 
     On the CPU, the values of lengths and offsets are also checked (:attr:`.Expected.most`).
 
     Raises:
         TypeError: an argument is not an array, or has the wrong dtype.
-        ValueError: an array has the wrong shape or too large values, or is read-only although the call writes it.
+        ValueError: an array has the wrong shape or values that are too large, or is read-only although the call writes it.
 
     >>> check_arrays([Expected("weights", (4, 2), "float32", "(S, H)")], {"weights": np.zeros((4, 3), np.float32)})
     Traceback (most recent call last):

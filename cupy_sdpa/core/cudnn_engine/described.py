@@ -26,7 +26,7 @@ def planning_version() -> int:
 
 
 def plan_described(problem: Problem, target: Target, folder: Path | None = None) -> PlanInfo | str:
-    """Plan a problem for a described GPU, and store the plan in ``folder`` unless that is None.
+    """Plan a problem for a described GPU, and store the plan in ``folder`` if one is given.
 
     Return the plan's properties, or a text that says why there is no plan or why the plan cannot be stored.
 

@@ -27,7 +27,7 @@ def row_means(target: Any, stats: Any, products: Any, dout: Any, mean: Any, scal
 
     Args:
         target, stats: ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
-        products, dout: ``(X, Hq, Sq, B)`` or packed ``(X, Hq, Tq)``. If one is None, this mean is 0.
+        products, dout: ``(X, Hq, Sq, B)`` or packed ``(X, Hq, Tq)``. None: the first term is 0.
         mean: ``(1, Hq, Sq, B)`` or packed ``(1, Hq, Tq)``, in the dtype of products; None stands for 0.
         scale: the scores' scale factor.
     """

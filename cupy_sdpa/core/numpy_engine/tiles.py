@@ -183,7 +183,7 @@ def analyze(graph: Graph) -> Analysis:
 class Evaluation:
     """The evaluation of a graph: the state that all tiles share.
 
-    A thread keeps the evaluations of small graphs for its next calls, which :meth:`begin` with their own arrays.
+    A thread keeps the evaluations of small graphs for its next calls, each of which begins with :meth:`begin`.
     :func:`.evaluate` and :class:`Analysis` describe the arguments and the other attributes.
 
     Attributes:

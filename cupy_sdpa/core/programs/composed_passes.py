@@ -25,7 +25,7 @@ from .head_scales import check_request, check_scales, unscaled_options
 from .program import Builder
 
 
-def composed_forward(key: CallKey, *, kept: bool, **flags: Any) -> ReadCall:
+def read_forward_steps(key: CallKey, *, kept: bool, **flags: Any) -> ReadCall:
     """Read a forward pass; the arguments are as for :func:`.parse_forward`."""
     arrays, views, options = _read_operands(key, ("out", "stats"), None)
     results, _ = _results_of(views, options, **flags)
@@ -38,7 +38,7 @@ def composed_forward(key: CallKey, *, kept: bool, **flags: Any) -> ReadCall:
     return composed(key, arrays, views, results, functools.partial(Builder.add_pass, views=views, options=options, **flags))
 
 
-def backward_of_key(key: CallKey, *, result: Any = None, **flags: Any) -> ReadCall:
+def read_backward_steps(key: CallKey, *, result: Any = None, **flags: Any) -> ReadCall:
     """Read a backward pass; the arguments are as for :func:`.parse_backward`."""
     check_request(key.options, flags.get("return_dscale", False))
     operands = _read_operands(key, ("dq", "dk", "dv"), result)

@@ -43,11 +43,6 @@ def decided_options(
     return decided if dtype is None else decided | {"compute_dtype": dtype}
 
 
-def is_one_problem(options: Mapping[str, Any]) -> bool:
-    """True if the decided options have neither ``compute_dtype`` nor a layer's option."""
-    return options.get("compute_dtype") is None and pass_option({**options}) is None
-
-
 def split_options(options: Mapping[str, Any]) -> tuple[PassOption | None, str | None, dict[str, Any]]:
     """Split decided options: a layer's option, the dtype to compute in, and the others."""
     others = {**options}

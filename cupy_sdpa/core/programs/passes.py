@@ -6,7 +6,7 @@ from typing import Any
 
 from ..boundary.arguments import read_backward, read_forward
 from ..replay.call_key import CallKey
-from .decided_options import is_one_problem
+from .decided_options import split_options
 from .executor import ReadCall, call_of_problem, is_any_array
 
 
@@ -18,9 +18,9 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
     if _is_one_problem(key):
         return call_of_problem(read_forward(**key.named(), options=key.options, **flags))
-    from .composed_passes import composed_forward
+    from .composed_passes import read_forward_steps
 
-    return composed_forward(key, kept=kept, **flags)
+    return read_forward_steps(key, kept=kept, **flags)
 
 
 def parse_backward(
@@ -48,11 +48,12 @@ def parse_backward(
         call = read_backward(**key.named(), options=key.options, **flags)
         call.given_stats = "whole"
         return call_of_problem(call)
-    from .composed_passes import backward_of_key
+    from .composed_passes import read_backward_steps
 
-    return backward_of_key(key, result=result, **flags)
+    return read_backward_steps(key, result=result, **flags)
 
 
 def _is_one_problem(key: CallKey) -> bool:
     """True unless the pass needs several steps: for a layer's option, another dtype, or a scale for each head."""
-    return is_one_problem(key.options) and not is_any_array(key.options.get("scale"))
+    layer_option, dtype, others = split_options(key.options)
+    return layer_option is None and dtype is None and not is_any_array(others.get("scale"))
