@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -96,6 +96,7 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
     scale = compiler.read(analysis.scales[name]) if xp is np and name in analysis.scales else None
     divides = xp is np and node.a.name in analysis.undivided
     added = summed_axis == ROWS and name in analysis.later
+    target = compiler.target(node.out) if divides and not added else None
 
     def compute(tile: Tile) -> Array | None:
         a, b, memory = tile.values[of_a], tile.values[of_b], tile.memory
@@ -119,19 +120,19 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
         if node.n is not None:
             out[..., max(0, tile.number(node.n) - tile.start(column_axis)) :] = 0
         if divides:
-            out = _quotient(out, a, b, tile.values.pop(sums))
+            out = _quotient(out, a, b, tile.values.pop(sums), out if target is None else target(tile))
         return tile.add_to_rows(node.out, out) if added else out
 
     return compute
 
 
-def _quotient(out: Array, a: Array, b: Array, total: Array) -> Array:
-    """Divide the product ``out = a b`` by the row sums of a. The product may overflow where the quotient does not."""
-    numbers = out.reshape(-1)
+def _quotient(product: Array, a: Array, b: Array, total: Array, out: Array) -> Array:
+    """Divide ``product = a b`` by the row sums of a, into ``out``. The product may overflow where the quotient does not."""
+    numbers = product.reshape(-1)
     if math.isfinite(numbers.dot(numbers)):
-        return _divided(out, total, np)
-    finite = np.isfinite(out).all(axis=-1, keepdims=True)
-    out = _divided(out, total, np)
+        return _divided(product, total, np, out)
+    finite = np.isfinite(product).all(axis=-1, keepdims=True)
+    _divided(product, total, np, out)
     np.copyto(out, _product(_divided(a.copy(), total, np), b, TileMemory(), ""), where=~finite)
     return out
 
@@ -143,54 +144,70 @@ def _sums_name(weights: Tensor) -> str:
 
 def _product(a: Array, b: Array, memory: TileMemory, name: str, scale: float | None = None) -> Array:
     """Return ``scale a b`` for each batch item and head; heads that share a head of b are stacked into one matrix."""
-    batch, heads, rows, terms = a.shape
-    shared, columns = b.shape[1], b.shape[3]
-    group = heads // shared if heads != shared else 1
-    stacked = (batch, shared, group * rows, terms)
-    if type(a) is not np.ndarray:
-        return (a.reshape(stacked) @ b).reshape(batch, heads, rows, columns)
-    transposed = columns >= _MANY_COLUMNS and 1 < group * rows <= _FEW_ROWS and b.strides[3] > b.strides[2]
-    key = f"transposed {name}" if transposed else name
-    arrays = memory.get(key)
+    arrays = memory.get(name)
     if arrays is None:
-        sizes = (batch, shared, group, rows, terms, columns)
-        dtype = b.dtype.newbyteorder("=")
-        arrays = memory.setdefault(key, _product_arrays(sizes, dtype, transposed=transposed, scaled=scale is not None))
-    result, stacked_result, product, left, separate = arrays
+        if type(a) is not np.ndarray:
+            batch, heads, rows, terms = a.shape
+            of_b = (batch, b.shape[1], _group(a, b) * rows, terms)
+            return (a.reshape(of_b) @ b).reshape(batch, heads, rows, b.shape[3])
+        arrays = memory.setdefault(name, _product_arrays(a, b, scaled=scale is not None))
+    result, stacked, left, shape, operand, product, turned = arrays
     if left is None:
-        left = a.reshape(stacked) if group > 1 else a
+        operand = a.reshape(shape)
     elif scale is None:
-        separate[...] = a.reshape(separate.shape)
+        left[...] = a.reshape(shape)
     else:
-        np.multiply(a.reshape(separate.shape), scale, out=separate, dtype=separate.dtype)
-    if transposed:
-        np.matmul(b.swapaxes(-1, -2), left, out=product)
-        stacked_result[...] = product.swapaxes(-1, -2)
+        np.multiply(a.reshape(shape), scale, out=left, dtype=left.dtype)
+    if product is None:
+        np.matmul(operand, b, out=stacked)
     else:
-        np.matmul(left, b, out=stacked_result)
+        np.matmul(b.swapaxes(-1, -2), operand, out=product)
+        stacked[...] = turned
     return result  # type: ignore[no-any-return]
 
 
-def _product_arrays(
-    sizes: tuple[int, ...], dtype: np.dtype[Any], *, transposed: bool, scaled: bool
-) -> tuple[Array | None, ...]:
-    """Return the arrays that a product of ``(batch, heads of b, group, rows, terms, columns)`` writes, and views of them.
+def _group(a: Array, b: Array) -> int:
+    """Return how many heads of a share a head of b."""
+    heads, shared = a.shape[1], b.shape[1]
+    return heads // shared if heads != shared else 1
 
-    Returns:
-        The result; a view of it with stacked heads; the transposed product, or None; the scaled or transposed left operand, or
-        None; and a view of this operand with separate heads and rows.
+
+class _ProductArrays(NamedTuple):
+    """The arrays of a product ``scale a b``.
+
+    Attributes:
+        result: the product; ``stacked`` is a view of it with stacked heads.
+        left: where ``scale a`` is written, or None; ``shape`` is its shape, or the shape of ``operand``.
+        operand: the left operand: a view of ``left``, for a transposed product also transposed. None: a with stacked heads.
+        product: the transposed product, or None; ``turned`` is a view of it with the axes of ``stacked``.
     """
-    batch, shared, group, rows, terms, columns = sizes
-    result = buffers.empty((batch, shared * group, rows, columns), dtype)
+
+    result: Array
+    stacked: Array
+    left: Array | None
+    shape: tuple[int, ...]
+    operand: Array | None = None
+    product: Array | None = None
+    turned: Array | None = None
+
+
+def _product_arrays(a: Array, b: Array, *, scaled: bool) -> _ProductArrays:
+    batch, heads, rows, terms = a.shape
+    shared, columns = b.shape[1], b.shape[3]
+    group, dtype = _group(a, b), b.dtype.newbyteorder("=")
+    result = buffers.empty((batch, heads, rows, columns), dtype)
+    shape = (batch, shared, group * rows, terms)
     stacked = result.reshape(batch, shared, group * rows, columns)
-    if transposed:
+    separate = (batch, shared, group, rows, terms)
+    if columns >= _MANY_COLUMNS and 1 < group * rows <= _FEW_ROWS and b.strides[3] > b.strides[2]:
+        operand = buffers.empty((batch, shared, terms, group * rows), dtype)
+        left = operand.reshape(batch, shared, terms, group, rows).transpose(0, 1, 3, 4, 2)
         product = buffers.empty((batch, shared, columns, group * rows), dtype)
-        left = buffers.empty((batch, shared, terms, group * rows), dtype)
-        return result, stacked, product, left, left.reshape(batch, shared, terms, group, rows).transpose(0, 1, 3, 4, 2)
+        return _ProductArrays(result, stacked, left, separate, operand, product, product.swapaxes(-1, -2))
     if scaled:
-        left = buffers.empty((batch, shared, group * rows, terms), dtype)
-        return result, stacked, None, left, left.reshape(batch, shared, group, rows, terms)
-    return result, stacked, None, None, None
+        operand = buffers.empty(shape, dtype)
+        return _ProductArrays(result, stacked, operand.reshape(separate), separate, operand)
+    return _ProductArrays(result, stacked, None, shape)
 
 
 #: Up to this number of rows and from this number of columns, ``b^T a^T`` with a copy of ``a^T`` is faster than ``a b`` if b is
@@ -288,14 +305,14 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
     return compute
 
 
-def _divided(x: Array, total: Array, xp: Any) -> Array:
-    """Divide x by its row sums l in place, rows without a key by 1, which is also written to l.
+def _divided(x: Array, total: Array, xp: Any, out: Array | None = None) -> Array:
+    """Divide x by its row sums l, into ``out`` or in place; rows without a key by 1, which is also written to l.
 
     All other sums are at least 1.
     """
     if xp is not np:
         return divide_by_sums(x, total)  # type: ignore[no-any-return]
-    return np.divide(x, np.maximum(total, _ONE, out=total), out=x)
+    return np.divide(x, np.maximum(total, _ONE, out=total), out=x if out is None else out)
 
 
 #: numpy would convert a number of Python in every call.

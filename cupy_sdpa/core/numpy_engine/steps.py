@@ -78,6 +78,8 @@ class Compiler:
         self._views: set[str] = set()
         self._numbers: set[str] = set()
         self._extents: dict[str, Extent] = {}
+        #: The results that a rule writes to the caller's arrays.
+        self._targets: set[str] = set()
 
     def add(self, node: Node, last_reads: frozenset[str], rule: Callable[[Any, Compiler], Compute]) -> None:
         """Add a node's steps: read inputs, compute, write and round the results."""
@@ -127,6 +129,19 @@ class Compiler:
         """Return True if a value shares memory with another value."""
         return tensor.name in self._views
 
+    def target(self, tensor: Tensor) -> Compute | None:
+        """Return a function that gets the tile's part of the caller's array; the rule then writes the result there itself.
+
+        None if the caller has no array for the result, or if its values are rounded, summed or cut before they are written.
+        """
+        name = tensor.name
+        if tensor.role != "output" or tensor.dtype != self._dtype_name or name in self._later | self.analysis.packed:
+            return None
+        self._targets.add(name)
+        self._views.add(name)  # so that no later step overwrites it
+        whole = self.whole
+        return lambda tile: tile.run.views[name] if whole else tile.part_of(tensor, writes=True)
+
     def _append(self, compute: Compute, name: str) -> None:
         self.steps.append(CompiledStep(compute, name, ()))
 
@@ -152,7 +167,7 @@ class Compiler:
         name = tensor.name
         if name in self.analysis.over_tiles:
             return
-        if tensor.role == "output":
+        if tensor.role == "output" and name not in self._targets:
             self._append(_written(tensor, self), name)
         if not (tensor.role == "output" and name in self._last_reads) and self._is_rounded(node, tensor):
             self._append(_rounded(node, tensor, self), name)

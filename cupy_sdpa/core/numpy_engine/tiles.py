@@ -537,9 +537,9 @@ def _constant(tensor: Tensor) -> Array:
     return np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides, writeable=False)
 
 
-def _axes(tensor: Tensor) -> tuple[list[int], tuple[slice | None, ...]]:
+def _axes(tensor: Tensor) -> tuple[tuple[int, ...], tuple[slice | None, ...]]:
     """Return the array's axes in the tensor's order, and the index that adds new axes; empty if there are no new axes."""
-    axes = [axis for axis in tensor.axes if axis >= 0]
+    axes = tuple(axis for axis in tensor.axes if axis >= 0)
     index = tuple(None if axis < 0 else slice(None) for axis in tensor.axes)
     return axes, index if None in index else ()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,7 @@ Repeatable = Any
 
 #: The shape, the dtype, the bytes, the strides and the order of a result that a call creates; the strides are None if they
 #: follow from the order.
-Created = tuple[tuple[int, ...], Any, int, tuple[int, ...] | None, str]
+Created = tuple[tuple[int, ...], Any, int, tuple[int, ...] | None, Literal["C", "F"]]
 
 #: Numbers the uses of bound programs, to find the least recently used.
 next_use = itertools.count().__next__
@@ -86,12 +86,11 @@ class BoundProgram:
 class HostProgram(BoundProgram):
     """A bound program of numpy arrays; the arguments are as for :class:`BoundProgram`."""
 
-    __slots__ = ("_evaluate", "_permuted", "_strided")
+    __slots__ = ("_evaluate", "_permuted")
 
     def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], results: Mapping[str, Any]) -> None:
         super().__init__(call, names, arrays, results)
         new = {name: results[name] for name in self._new}
-        self._strided = [(name, array.shape, array.dtype, array.strides) for name, array in new.items()]
         #: Computes the call, if it does nothing but evaluate a graph.
         self._evaluate = self.call.evaluation()
         passed = {name: arrays[position] for name, position in self._whole} | new
@@ -117,8 +116,8 @@ class HostProgram(BoundProgram):
         if self.written:
             check_separate(self.written, {callers_name(call, name): array for name, array in by_name.items()})
         arrays_and_results = [*arrays]
-        for name, shape, dtype, strides in self._strided:
-            by_name[name] = np.ndarray(shape, dtype, strides=strides)
+        for name, (shape, dtype, _, strides, order) in zip(self._new, self.created, strict=True):
+            by_name[name] = np.empty(shape, dtype, order) if strides is None else np.ndarray(shape, dtype, strides=strides)
             arrays_and_results.append(by_name[name])
         if self._evaluate is None:
             call.on(by_name).run()
@@ -135,7 +134,7 @@ class HostProgram(BoundProgram):
 def created_like(array: Any) -> Created:
     """Return how to create an array like a result."""
     dense = array.flags.f_contiguous or array.flags.c_contiguous
-    order = "F" if array.flags.f_contiguous else "C"
+    order: Literal["C", "F"] = "F" if array.flags.f_contiguous else "C"
     return array.shape, array.dtype, array.nbytes, None if dense else array.strides, order
 
 
