@@ -486,12 +486,18 @@ def _check(
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
     if (mask := options.get("mask")) is not None and (mask.dtype != bool or mask.ndim != 4):
         raise ValueError(f"mask is {mask.dtype} {mask.shape}; it must be bool (Skv, Sq, Hq, B)")
-    if mask is not None and not packed:
-        full = (k.shape[2], q.shape[2], q.shape[1], q.shape[3])
-        if any(length not in (1, whole) for length, whole in zip(mask.shape, full, strict=True)):
-            raise ValueError(f"mask has shape {mask.shape}; it must broadcast to {full}, (Skv, Sq, Hq, B)")
-    if packed and (repeats := options.get("bias_repeats", 1)) != 1:
+    repeats = options.get("bias_repeats", 1)
+    for name, array, times in (("mask", mask, 1), ("bias", bias, repeats)):
+        if array is None or packed:
+            continue
+        full = (k.shape[2], q.shape[2], q.shape[1], q.shape[3] // times)
+        if array.ndim != 4 or any(length not in (1, whole) for length, whole in zip(array.shape, full, strict=True)):
+            raise ValueError(f"{name} has shape {array.shape}; it must broadcast to {full}, (Skv, Sq, Hq, B)")
+    if packed and repeats != 1:
         raise ValueError(f"bias_repeats is {repeats}; the reference does not take it with packed sequences")
+    window = (*options["window"],) if options.get("window") is not None else (None, None)
+    if len(window) not in (2, 3) or window[2:] not in ((), ("top_left",), ("bottom_right",)):
+        raise ValueError(f"window is {window}; it must be (left, right), or (left, right, 'top_left' or 'bottom_right')")
     if bias is None and needs_bias:
         raise ValueError("return_dbias is True and bias is None: pass bias=")
 

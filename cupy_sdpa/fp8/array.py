@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
+import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,6 +99,10 @@ class Fp8Array:
             and not math.isclose(float(scale) * float(descale), 1, rel_tol=1e-5)
         ):
             raise ValueError(f"descale is {descale} and scale is {scale}, which is not its inverse: pass one of them")
+        try:
+            axis = operator.index(axis)
+        except TypeError:
+            raise TypeError(f"axis is {axis!r}; it must be an integer") from None
         if not 0 <= axis < max(len(data.shape), 1):
             raise ValueError(f"axis is {axis}; data has the axes 0 to {len(data.shape) - 1}")
         self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
