@@ -24,7 +24,7 @@ from .core.options.table import GradientOptions
 from .core.options.values import read_flag
 from .core.problem.problem import Problem
 from .core.programs import stats_gradient
-from .core.programs.calls import OF_FORWARD, call_of
+from .core.programs.calls import OF_FORWARD, Call
 from .core.programs.executor import ReadCall
 from .core.replay.call_report import (
     Report,
@@ -309,7 +309,7 @@ def _described(
     missing: Sequence[str] = (),
 ) -> tuple[ReadCall, Report]:
     """Read the call of :func:`explain_function`, and return it with its report; ``missing`` is as for :meth:`.Call.read`."""
-    call = call_of(function, *arguments, **options)
+    call = Call.of(function, *arguments, **options)
     if gpu is None and cudnn is None:
         read_call = call.read(missing=missing)
         return read_call, read_call.report()

@@ -13,7 +13,7 @@ from .core.boundary.options import check_spelling, split_requests, takes_options
 from .core.boundary.user_functions import kept_options
 from .core.options.table import GradientOptions, Options
 from .core.problem.problem import Problem
-from .core.programs.calls import OF_FORWARD, call_of
+from .core.programs.calls import OF_FORWARD, Call
 from .core.programs.executor import ReadCall
 from .core.replay.call_key import CallKey
 from .core.replay.replay_cache import run_cached
@@ -125,7 +125,7 @@ class Prepared(Generic[ResultT]):
         arguments.
         """
         missing = OF_FORWARD if "dout" in arrays else ()
-        call = call_of(function, **arrays, **options, **outputs).read(missing=missing)
+        call = Call.of(function, **arrays, **options, **outputs).read(missing=missing)
         report = call.report()
         if report.reasons:
             raise report.error("\n".join(report.reasons))
@@ -188,7 +188,7 @@ class Prepared(Generic[ResultT]):
                 raise TypeError(
                     f"{name} is {merged[name]!r}, but prepare already set it: prepare another call with another {name}="
                 )
-            call = call_of(self._function, **named, **merged, **self._outputs)
+            call = Call.of(self._function, **named, **merged, **self._outputs)
             key = CallKey(tag, (*self._inputs, *_RESULTS, "dstats")[: len(passed)], passed, merged)
             results = call.run(key, check=functools.partial(self._check, _in_words(named, merged)))
         result: Any = results[0] if len(results) == 1 else tuple(results)

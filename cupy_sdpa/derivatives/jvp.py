@@ -25,7 +25,6 @@ from ..extend import (
 from ..extend.arrays import Problem
 from ..extend.calls import decided_options, run_cached
 from ..extend.options import Options
-from ..extend.planning import problems_of_shapes
 from .derivative import (
     ARRAYS,
     RESULTS,
@@ -216,4 +215,4 @@ def jvp_problems(
     shapes = {"q": q, "k": k, "v": v}
     shapes |= {name: shapes[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
-    return problems_of_shapes(attention_jvp, shapes, options, dtype=dtype, **flags)
+    return Call.of_shapes(attention_jvp, shapes, options, dtype=dtype, **flags).read().problems

@@ -33,7 +33,6 @@ from ..extend.arrays import Problem
 from ..extend.calls import read_forward
 from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, Options, ReadOptions
-from ..extend.planning import problems_of_shapes
 from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and the options of keys that take their place.
@@ -135,7 +134,7 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
     _refuse("weight_sums", options)
-    return problems_of_shapes(weight_sums, {"q": q, "k": k}, options, dtype=dtype)
+    return Call.of_shapes(weight_sums, {"q": q, "k": k}, options, dtype=dtype).read().problems
 
 
 @takes_options

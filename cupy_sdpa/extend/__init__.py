@@ -6,7 +6,7 @@ names that only the package's own layers need, such as ``kv_cache`` and ``deriva
 core. The names in these modules, and all other names of the core, may change without notice.
 
 ========== ===================================================================================================================
-operation  operation, Call, CallKey, ReadCall, call_of, results_of, read_operands, composed
+operation  operation, Call, CallKey, ReadCall, results_of, read_operands, composed
 steps      Builder, View, Check, Constant
 options    takes_options, read_count, read_flag, read_number, read_positive, is_one_of
 arrays     Array, ArrayT, Axes, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
@@ -28,7 +28,7 @@ from ..core.options.values import is_one_of, read_count, read_flag, read_number,
 from ..core.problem.problem import row_stats_dtype, row_stats_shape
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..core.problem.view import View
-from ..core.programs.calls import Call, call_of, operation, results_of
+from ..core.programs.calls import Call, operation, results_of
 from ..core.programs.executor import ReadCall, composed, read_operands
 from ..core.programs.program import Builder
 from ..core.programs.steps import Check, Constant
@@ -55,7 +55,6 @@ __all__ = [
     "View",
     "arrays_on_gpu",
     "as_int32",
-    "call_of",
     "check_arrays",
     "composed",
     "cuda_kernel",

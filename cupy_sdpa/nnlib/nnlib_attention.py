@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..attention_functions import attention, attention_backward
-from ..extend import CallKey, call_of, cupy_runtime, read_flag
+from ..extend import Call, CallKey, cupy_runtime, read_flag
 from ..extend.calls import run_cached
 from ..vjp import attention_vjp
 from .masks import Mask
@@ -171,7 +171,7 @@ def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: An
     options = _mask_options(views["q"], views["k"], bias, mask)
     options |= _compute_options(given["compute_dtype"], given["engine"])
     back = functools.partial(_in_axes_of_caller, batch=batch, bias=bias, vectors=3 if backward else 1)
-    return call_of(function, **views, **options, **flags).run(key, back=back)
+    return Call.of(function, **views, **options, **flags).run(key, back=back)
 
 
 def _in_axes_of_caller(results: list[Any], *, batch: tuple[int, ...], bias: Any, vectors: int) -> list[Any]:

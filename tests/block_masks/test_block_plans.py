@@ -10,7 +10,7 @@ from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, expl
 from cupy_sdpa.block_masks import block_mask_steps
 from cupy_sdpa.core.support import gpus
 from cupy_sdpa.core.support.why_not import why_not
-from cupy_sdpa.extend import call_of
+from cupy_sdpa.extend import Call
 
 LENGTH = 1024
 LISTED = np.random.default_rng(0).random((8, 8, 4, 1)) < 0.5
@@ -54,7 +54,7 @@ def problems_of(mask, scores=False, **flags):
     if flags.pop("backward", False):
         function, arrays = attention_backward, (q, q, k, v, q, np.empty((mask.sq, q.shape[1], 1), np.float32, order="F"))
     options |= {"block_mask": mask, **flags}
-    return call_of(function, *arrays, **options).read(for_gpu=True).problems
+    return Call.of(function, *arrays, **options).read(for_gpu=True).problems
 
 
 @pytest.mark.cudnn
@@ -127,7 +127,7 @@ def test_heads_in_turn_share_memory(monkeypatch):
         monkeypatch.setattr(block_mask_steps, "MAX_COPIES", limit)
         mask = BlockMask.from_blocks(np.array([[1, 0, 1], [1, 1, 0], [0, 1, 1]], bool), 300, 300)
         arrays = dout, q, k, v, *attention(q, k, v, return_stats=True, block_mask=mask)
-        sizes.append(call_of(attention_backward, *arrays, block_mask=mask).read().program.memory_bytes)
+        sizes.append(Call.of(attention_backward, *arrays, block_mask=mask).read().program.memory_bytes)
         found.append(attention_backward(*arrays, block_mask=mask))
     assert sizes[1] < 0.6 * sizes[0]
     for x, y in zip(*found, strict=True):

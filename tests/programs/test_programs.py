@@ -21,7 +21,7 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )
-from cupy_sdpa.extend import Builder, Call, CallKey, View, call_of, composed, operation, read_operands, results_of
+from cupy_sdpa.extend import Builder, Call, CallKey, View, composed, operation, read_operands, results_of
 
 
 def test_temporaries_share_memory():
@@ -168,7 +168,7 @@ def test_packed_sequences_longer_than_the_maximum_are_valid(engine):
 
 def test_a_wrong_plan_is_named(engine):
     """A plain call is one step; its result is compared with the float64 result of its graph."""
-    call = call_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3))).read()
+    call = Call.of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3))).read()
     call.create_results()
     (step,) = call.program.steps
     for _, arrays in call.bound():
@@ -183,7 +183,7 @@ def test_functions_of_scores_are_approximate(fake):
     x = [Engine("fake", fake).normal(n, 16, 2, 40, 1) for n in range(3)]
 
     def validate_wrong_stats(**options):
-        call = call_of(attention, *x, return_stats=True, **options).read()
+        call = Call.of(attention, *x, return_stats=True, **options).read()
         call.create_results()
         for _, arrays in call.bound():
             call.execute(0)

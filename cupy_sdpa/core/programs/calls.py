@@ -1,6 +1,6 @@
 """How every public function turns its arguments into a program.
 
-A call is a value: :func:`call_of` makes a :class:`Call` from the arguments of an :class:`Operation`, and :meth:`Call.read`
+A call is a value: :meth:`Call.of` makes a :class:`Call` from the arguments of an :class:`Operation`, and :meth:`Call.read`
 reads it. Reading validates the arguments and builds the program, but plans, allocates and launches nothing. ``explain``,
 ``prepare``, planning ahead of time and :meth:`Call.run` all begin with it.
 """
@@ -19,7 +19,7 @@ from ..boundary.arguments import read_forward, views_of_shapes
 from ..boundary.conversion import Conversion
 from ..boundary.options import check_names
 from ..boundary.read_array import INT32, as_int32, read_array
-from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
+from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey
@@ -64,6 +64,57 @@ class Call(NamedTuple):
     check: Callable[[], object] | None = None
     dense: Sequence[str] = ()
     programs: BoundPrograms | None = None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Call:
+        """Return the call of a public function with these arguments; it ignores :func:`cupy_sdpa.layout.default`.
+
+        Raises:
+            TypeError: the function is not an operation.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import attention
+        >>> q = np.zeros((8, 1, 4, 1))
+        >>> [name for name, x in Call.of(attention, q, q, q, causal=True).key.named().items() if x is not None]
+        ['q', 'k', 'v']
+        """
+        while isinstance(function, functools.partial):
+            arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
+        if (of := _operations.get(function)) is None:
+            name = getattr(function, "__name__", function)
+            raise TypeError(f"{name} does not run a program that computes attention: explain_function takes functions that do")
+        options = dict(zip(of.positional, arguments, strict=False)) | options
+        flags = {name: options.pop(name, default) for name, default in of.flags.items()}
+        arrays = tuple(options.pop(name, None) for name in of.arrays)
+        return of.call(arrays, options, **flags)
+
+    @classmethod
+    def of_shapes(
+        cls,
+        function: Callable[..., Any],
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        dtype: Any = None,
+        **flags: Any,
+    ) -> Call:
+        """Return the call of a public function on a GPU, with views of arrays, or of dense arrays with these shapes.
+
+        Args:
+            function: the public function.
+            arrays: its arrays, or their shapes, by name; q is one of them.
+            options: its options.
+            dtype: the dtype of the arrays that are shapes.
+            flags: its other arguments.
+
+        >>> from cupy_sdpa import attention
+        >>> call = Call.of_shapes(attention, dict.fromkeys("qkv", (64, 2, 100, 1)), {"causal": True}, dtype="float16")
+        >>> [problem.q.shape for problem in call.read().problems]
+        [(64, 2, 100, 1)]
+        """
+        check_names({**options, "block_mask": None})  # the function itself checks block_mask
+        views, given = views_of_shapes(arrays, options, dtype=dtype)
+        return cls.of(function, **views, **given, **flags)
 
     def conversion(self) -> Conversion | None:
         """Check the caller's arrays, and return how they become views with the package's axes; None if they have these axes."""
@@ -216,46 +267,6 @@ def operation(
         return call
 
     return declare
-
-
-def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Call:
-    """Return the call of a public function with these arguments; it ignores :func:`cupy_sdpa.layout.default`.
-
-    Raises:
-        TypeError: the function is not an operation.
-
-    >>> import numpy as np
-    >>> from cupy_sdpa import attention
-    >>> q = np.zeros((8, 1, 4, 1))
-    >>> [name for name, x in call_of(attention, q, q, q, causal=True).key.named().items() if x is not None]
-    ['q', 'k', 'v']
-    """
-    while isinstance(function, functools.partial):
-        arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
-    if (of := _operations.get(function)) is None:
-        name = getattr(function, "__name__", function)
-        raise TypeError(f"{name} does not run a program that computes attention: explain_function takes functions that do")
-    options = dict(zip(of.positional, arguments, strict=False)) | options
-    flags = {name: options.pop(name, default) for name, default in of.flags.items()}
-    arrays = tuple(options.pop(name, None) for name in of.arrays)
-    return of.call(arrays, options, **flags)
-
-
-def problems_of_shapes(
-    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], *, dtype: Any = None, **flags: Any
-) -> tuple[Problem, ...]:
-    """Return the problems that a GPU runs for an operation's call. Arrays, or the shapes of dense arrays, are passed.
-
-    Args:
-        function: the operation.
-        arrays: its arrays by name; q is one of them.
-        options: its options.
-        dtype: the dtype of the arrays that are shapes.
-        flags: its other arguments.
-    """
-    check_names({**options, "block_mask": None})  # the function itself checks block_mask
-    views, given = views_of_shapes(arrays, options, dtype=dtype)
-    return call_of(function, **views, **given, **flags).read().problems
 
 
 def _has_views_of(key: CallKey, of_call: CallKey) -> bool:

@@ -70,9 +70,9 @@ class ReadCall:
             reason itself.
 
     >>> from cupy_sdpa import attention
-    >>> from cupy_sdpa.extend import call_of
+    >>> from cupy_sdpa.extend import Call
     >>> q = np.zeros((8, 1, 4, 1), order="F")
-    >>> call = call_of(attention, q, q, q, causal=True).read()
+    >>> call = Call.of(attention, q, q, q, causal=True).read()
     >>> call.results["out"].shape, call.report().engine, [step.name for step in call.program.steps]
     ((8, 1, 4, 1), 'numpy', ['attention'])
     """
