@@ -16,7 +16,6 @@ from .core.options.table import GradientOptions, Options
 from .core.options.values import read_flag
 from .core.problem.arrays import FORWARD, GRADIENT_ARRAYS
 from .core.programs.calls import Call, operation
-from .core.programs.decided_options import decided_options
 from .core.programs.passes import parse_backward, parse_forward
 from .core.replay.call_key import CallKey
 from .core.replay.replay_cache import run_cached
@@ -127,7 +126,7 @@ def _forward_call(
     flags = {"return_stats": return_stats, "deterministic": deterministic}
     tag = ("forward", return_stats if type(return_stats) is bool else repr(return_stats), deterministic)
     key = CallKey(tag, FORWARD[: len(arrays)], arrays, options)
-    decide = functools.partial(decided_options, return_stats=return_stats)
+    decide = functools.partial(Call.decide_pass, return_stats=return_stats)
     return Call(key, functools.partial(parse_forward, **flags), OUTPUTS, decide)
 
 
@@ -245,5 +244,5 @@ def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, retur
     flags["return_dtensors"] = return_dtensors
     outputs = {name: value for name, value in flags.items() if name not in ("deterministic", "return_dscale")}
     results = gradient_names(flags)
-    decide = functools.partial(decided_options, outputs=outputs)
+    decide = functools.partial(Call.decide_pass, outputs=outputs)
     return Call(key, functools.partial(parse_backward, **flags), results, decide)

@@ -25,7 +25,6 @@ from .core.problem.arrays import FORWARD, GRADIENT_ARRAYS, REQUESTED_GRADIENTS, 
 from .core.problem.tensor_spec import FP8_LARGEST
 from .core.problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .core.programs.calls import Call, results_of
-from .core.programs.decided_options import decided_options
 from .core.programs.head_scales import check_request
 from .core.programs.passes import parse_backward, parse_forward
 from .core.replay.call_key import CallKey
@@ -160,7 +159,7 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: Mappin
         return out, stats, Pullback(fp8_backward, (*in_fp8[:3], out, stats), rest, outputs)
     if rest.get("batch_invariant") and not outputs["deterministic"] and cupy_runtime.is_array(q):
         raise not_invariant(NOT_DETERMINISTIC)  # the pullback would raise it
-    of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else decided_options({"q": q, "k": k}, rest)
+    of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else Call.decide_pass({"q": q, "k": k}, rest)
     if "compute_dtype" not in of_forward:
         rest.pop("compute_dtype", None)
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
@@ -181,7 +180,7 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: Mappin
     kept, of_gradients = (*rounded, stats), of_forward
     requested = {name: outputs[name] for name in REQUESTS if name != "return_dscale"}  # which blocks of a mask compute
     if any(requested.values()):
-        of_gradients = decided_options({"q": q, "k": k}, rest, outputs=requested)
+        of_gradients = Call.decide_pass({"q": q, "k": k}, rest, outputs=requested)
     tag = ("backward, kept", out.dtype, *map(repr, outputs.values()))
     parse_gradients = functools.partial(parse_backward, result=out.dtype, **outputs)
 

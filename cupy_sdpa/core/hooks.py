@@ -22,7 +22,7 @@ class OptionModule(Protocol):
     def decide(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], **outputs: Any) -> Any:
         """Return the options of a call that is computed without the option; None if it is computed with it.
 
-        ``options`` are the other options. ``outputs`` are ``return_stats`` and ``outputs``, as in :func:`.decided_options`.
+        ``options`` are the other options. ``outputs`` are ``return_stats`` and ``outputs``, as in :meth:`.Call.decide_pass`.
         """
 
     def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -71,6 +71,13 @@ def pass_option(options: dict[str, Any]) -> PassOption | None:
         if (value := options.pop(name, None)) is not None:
             layer_option = PassOption(name, value, importlib.import_module(module))
     return layer_option
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[PassOption | None, str | None, dict[str, Any]]:
+    """Split decided options: a layer's option, the dtype to compute in, and the others."""
+    others = {**options}
+    dtype, layer_option = others.pop("compute_dtype", None), pass_option(others)
+    return layer_option, dtype, others
 
 
 def registered_library(kind: type) -> Any:

@@ -13,6 +13,7 @@ from ..block_masks.method import check as check_mask
 from ..extend import (
     Array,
     Builder,
+    Call,
     CallKey,
     Check,
     Expected,
@@ -31,7 +32,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Conversion, check_strides_of, expected_arrays
-from ..extend.calls import decided_options, read_forward
+from ..extend.calls import read_forward
 from ..extend.options import Options, ReadOptions
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
@@ -282,7 +283,7 @@ def widen(
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if (conversion := Conversion.of(q, options)) is not None:
         return conversion.call(widen, arrays, deterministic=deterministic)  # type: ignore[no-any-return]
-    decided = decided_options(arrays, options)
+    decided = Call.decide_pass(arrays, options)
     check_supported(decided)
     passed = _checked_options(decided)
     _, views, read = read_operands(arrays, passed, results=())

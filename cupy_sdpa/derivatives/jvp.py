@@ -23,7 +23,7 @@ from ..extend import (
     takes_options,
 )
 from ..extend.arrays import Problem
-from ..extend.calls import decided_options, run_cached
+from ..extend.calls import run_cached
 from ..extend.options import Options
 from .derivative import (
     ARRAYS,
@@ -137,7 +137,7 @@ def _jvp_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: W
         check_widened(widened)
         arrays, names, tag = (*arrays, *widened[:-1]), (*ARRAYS, *WIDENED), (*tag, widened.form)
     parse = functools.partial(_parse_jvp, widened=widened, **flags)
-    return Call(CallKey(tag, names, arrays, options), parse, RESULTS, decided_options, dense=WIDENED)
+    return Call(CallKey(tag, names, arrays, options), parse, RESULTS, Call.decide_pass, dense=WIDENED)
 
 
 def _parse_jvp(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..extend import CallKey, ReadCall, cupy_runtime, is_one_of
-from ..extend.calls import BoundPrograms, decided_options
+from ..extend import Call, CallKey, ReadCall, cupy_runtime, is_one_of
+from ..extend.calls import BoundPrograms
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
@@ -60,7 +60,7 @@ class Agreement:
     def decided(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options to build the program with: a dense block mask, and no redundant ``compute_dtype``."""
         self._arguments = arrays.values()  # of numpy or CuPy
-        return decided_options(arrays, dense_options(arrays["q"], None, options))
+        return Call.decide_pass(arrays, dense_options(arrays["q"], None, options))
 
     def parse(self, of: Request, programs: BoundPrograms, key: CallKey) -> ReadCall:
         """Check the arrays and the decided options of a call, and build the program of this member.

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..boundary.arguments import read_forward, views_of_shapes
+from ..boundary.compute import read_compute_dtype
 from ..boundary.conversion import Conversion
 from ..boundary.options import check_names
 from ..boundary.read_array import INT32, as_int32, read_array
+from ..hooks import split_options
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
@@ -47,7 +49,8 @@ class Call(NamedTuple):
             allocates nothing.
         results: the names of the results, in order, which the caller gets in its own axes. Default: no names; the arrays and
             the results then have the package's axes.
-        decide: returns the options that the program is built with, from arrays by name and the caller's options.
+        decide: returns the options that the program is built with, from arrays by name and the caller's options, as
+            :meth:`decide_pass` does. Default: the caller's options.
         finish: returns what the caller gets, from the results of the program.
         check: checks the caller's arguments before axes are permuted. Default None: no check.
         dense: the names of arrays that have the package's axes whatever the layout.
@@ -130,6 +133,36 @@ class Call(NamedTuple):
             options = conversion.options
             arrays |= conversion.converted({name: x for name, x in arrays.items() if name not in self.dense}, self.results)
         return self.key._replace(arrays=tuple(arrays.values()), options=self.decide(arrays, options))
+
+    @staticmethod
+    def decide_pass(
+        arrays: Arrays, options: Options, *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
+    ) -> Options:
+        """Decide ``compute_dtype`` and a layer's option; return the options that the program is built and cached with.
+
+        ``compute_dtype`` remains if it names another dtype than q's, and a layer's option if the pass is computed by its steps:
+        a block mask that needs all blocks, for example, becomes the option ``mask``. If nothing changes, the result is the
+        argument ``options`` itself.
+
+        Args:
+            arrays: q and k by name.
+            options: the caller's options.
+            return_stats, outputs: what the call returns in addition to the output; the requested gradients by the names of
+                arguments.
+        """
+        layer_option, dtype, decided = split_options(options)
+        dtype = read_compute_dtype(dtype, arrays["q"])
+        replaced = None
+        if layer_option is not None:
+            of_call: dict[str, Any] = {"return_stats": return_stats, "outputs": outputs}
+            replaced = layer_option.module.decide(layer_option.value, arrays, decided, **of_call)
+        if replaced is None and dtype is options.get("compute_dtype"):
+            return options
+        if replaced is not None:
+            decided = {**replaced}
+        elif layer_option is not None:
+            decided[layer_option.name] = layer_option.value
+        return decided if dtype is None else decided | {"compute_dtype": dtype}
 
     def read(self, *, for_gpu: bool = False, missing: Collection[str] = ()) -> ReadCall:
         """Check the arguments, and build the program. Nothing is planned, allocated or launched.

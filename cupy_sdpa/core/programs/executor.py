@@ -24,6 +24,7 @@ from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, functi
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
+from ..hooks import split_options
 from ..numpy_engine.interpreter import evaluate
 from ..numpy_engine.row_check import RowCheck
 from ..problem import trace
@@ -38,7 +39,6 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
 from . import attention_steps
 from .binding import BLOCK
-from .decided_options import split_options
 from .program import Builder, Program
 from .step_log import run_logged
 from .steps import Attend, ProgramStep

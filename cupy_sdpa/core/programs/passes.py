@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..boundary.arguments import read_backward, read_forward
+from ..hooks import split_options
 from ..replay.call_key import CallKey
-from .decided_options import split_options
 from .executor import ReadCall, call_of_problem, is_any_array
 
 
