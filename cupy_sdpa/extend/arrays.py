@@ -5,14 +5,14 @@ names     KEY_ARRAYS
 dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
 problems  Problem, NoArray
 checks    expected_arrays, check_strides_of
-layouts   Layout, Conversion, has_own_axes, takes_default
+layouts   Layout, Conversion, takes_default
 libraries Library
 ========= ====================================================================================================================
 """
 
 from ..core._typing import Layout
 from ..core.boundary.conversion import Conversion
-from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_default
+from ..core.boundary.layouts import check_strides_of, takes_default
 from ..core.boundary.libraries import Library
 from ..core.boundary.read_array import NoArray
 from ..core.problem.arrays import KEY_ARRAYS
@@ -31,7 +31,6 @@ __all__ = [
     "Problem",
     "check_strides_of",
     "expected_arrays",
-    "has_own_axes",
     "rounded",
     "takes_default",
 ]

@@ -2,13 +2,11 @@
 
 ========== ===================================================================================================================
 table      OPTIONS, Options, ReadOptions
-checks     kept_options
 values     Band
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.read_options import ReadOptions
-from ..core.boundary.user_functions import kept_options
 from ..core.options.band import Band
 from ..core.options.table import OPTIONS, Options
 
@@ -17,5 +15,4 @@ __all__ = [
     "Band",
     "Options",
     "ReadOptions",
-    "kept_options",
 ]

@@ -10,9 +10,8 @@ from typing import Any, TypeVar, cast
 
 from ..attention_functions import attention_backward
 from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of
-from ..extend.arrays import check_strides_of, has_own_axes, takes_default
+from ..extend.arrays import check_strides_of, takes_default
 from ..extend.calls import BoundPrograms
-from ..extend.options import kept_options
 from .agreement import Agreement
 from .channel import Channel
 from .configuration import Request
@@ -216,25 +215,29 @@ class ContextParallel:
         >>> bool(np.allclose(run_threads(Loopback(2).members, member)[0], dq))
         True
         """
-        deterministic = read_flag("deterministic", deterministic)
-        return_dsinks = read_flag("return_dsinks", options.pop("return_dsinks", False))
-        if not _REFUSED_REQUESTS.isdisjoint(options):
-            _drop_requests(options)
-        if options.pop("dstats", None) is not None:
-            raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
-        if return_dsinks and options.get("sinks") is None:
-            raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
+        of = _gradients(Request(True, method, seqlen_q, seqlen_kv), deterministic, options)
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
-        of = Request(True, method, seqlen_q, seqlen_kv, deterministic=deterministic, return_dsinks=return_dsinks)
         return tuple(results_of(self._call(arrays, options, of)))
 
     @_collective
     @takes_default
-    def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    def attention_vjp(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        method: str | None = None,
+        seqlen_q: int | None = None,
+        seqlen_kv: int | None = None,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> tuple[Any, Any]:
         """Compute attention, and return it with a function that computes the gradients (the vector-Jacobian product).
 
         Args:
-            q, k, v, options: as for :meth:`attention` and :meth:`attention_backward`, without ``return_stats``.
+            q, k, v, method, seqlen_q, seqlen_kv: as for :meth:`attention`.
+            deterministic, options: as for :meth:`attention_backward`.
 
         Returns:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
@@ -255,18 +258,18 @@ class ContextParallel:
         >>> run_threads(Loopback(2).members, member)[0]
         [(8, 2, 4, 1), (8, 2, 4, 1), (8, 2, 4, 1)]
         """
-        backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": options.pop("return_dsinks", False)}
-        _drop_requests(options)
+        of = _gradients(Request(True, method, seqlen_q, seqlen_kv), deterministic, options)
         if options.pop("return_stats", False) is not False:
             raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
-        options = kept_options(q, options)
-        out, stats = self.attention(q, k, v, return_stats=True, **options)
+        arrays = {"q": q, "k": k, "v": v}
+        forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv)).snapshot()
+        out, stats = results_of(forward)
 
-        @has_own_axes
-        def pullback(dout: Any) -> tuple[Any, ...]:
-            return self.attention_backward(dout, q, k, v, out, stats, **options, **backward)
+        def pullback(self: ContextParallel, dout: Any) -> tuple[Any, ...]:
+            of_pass = {**arrays, "dout": dout, "out": out, "stats": stats}
+            return tuple(results_of(self._call(of_pass, forward.key.options, of)))
 
-        return out, pullback
+        return out, functools.partial(_collective(pullback), self)
 
     @takes_default
     def explain(
@@ -452,6 +455,23 @@ class ContextParallel:
 _REFUSED_REQUESTS = {
     name for name in inspect.signature(attention_backward).parameters if name.startswith("return_d") and name != "return_dsinks"
 }
+
+
+def _gradients(of: Request, deterministic: Any, options: dict[str, Any]) -> Request:
+    """Return what a backward pass asks for, and remove the requests of gradients from the options.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as :meth:`ContextParallel.attention_backward`.
+    """
+    deterministic = read_flag("deterministic", deterministic)
+    return_dsinks = read_flag("return_dsinks", options.pop("return_dsinks", False))
+    if not _REFUSED_REQUESTS.isdisjoint(options):
+        _drop_requests(options)
+    if options.pop("dstats", None) is not None:
+        raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
+    if return_dsinks and options.get("sinks") is None:
+        raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
+    return of._replace(deterministic=deterministic, return_dsinks=return_dsinks)
 
 
 def _drop_requests(options: dict[str, Any]) -> None:

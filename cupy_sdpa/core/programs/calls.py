@@ -20,6 +20,7 @@ from ..boundary.compute import read_compute_dtype
 from ..boundary.conversion import Conversion
 from ..boundary.options import check_names
 from ..boundary.read_array import INT32, as_int32, read_array
+from ..boundary.user_functions import kept_options
 from ..hooks import split_options
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
@@ -118,6 +119,10 @@ class Call(NamedTuple):
         check_names({**options, "block_mask": None})  # the function itself checks block_mask
         views, given = views_of_shapes(arrays, options, dtype=dtype)
         return cls.of(function, **views, **given, **flags)
+
+    def snapshot(self) -> Call:
+        """Return the call with a snapshot of its options, for later calls: functions and lists may change in the meantime."""
+        return self._replace(key=self.key._replace(options=kept_options(self.key.array("q"), self.key.options)))
 
     def conversion(self) -> Conversion | None:
         """Check the caller's arrays, and return how they become views with the package's axes; None if they have these axes."""
