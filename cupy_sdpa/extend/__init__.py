@@ -29,7 +29,8 @@ from ..core.problem.problem import row_stats_dtype, row_stats_shape
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..core.problem.view import View
 from ..core.programs.calls import Call, operation, results_of
-from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.programs.composed_passes import read_operands
+from ..core.programs.executor import ReadCall, composed
 from ..core.programs.program import Builder
 from ..core.programs.steps import Check, Constant
 from ..core.replay.call_key import CallKey

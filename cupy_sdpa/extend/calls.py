@@ -1,17 +1,15 @@
 """Read and run a layer's calls, and keep a layer's programs.
 
 ========== ===================================================================================================================
-calls      run_cached, BoundPrograms, read_forward, composed_backward
+calls      run_cached, BoundPrograms, read_forward
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.arguments import read_forward
-from ..core.programs.composed_passes import composed_backward
 from ..core.replay.replay_cache import BoundPrograms, run_cached
 
 __all__ = [
     "BoundPrograms",
-    "composed_backward",
     "read_forward",
     "run_cached",
 ]

@@ -28,7 +28,6 @@ from ..extend import (
     results_of,
     takes_options,
 )
-from ..extend.calls import composed_backward
 from ..extend.options import Options
 from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
@@ -303,7 +302,7 @@ def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) ->
     operands = read_operands(key.named(), key.options)
     views = operands.views
     values = {x: View.dense(x, views[x].shape, views["out"].dtype, views[x].storage.device) for x in "qkv"}
-    return composed_backward(key, operands, functools.partial(backward, dtype=dtype), views | values, **outputs)
+    return operands.composed_backward(key, functools.partial(backward, dtype=dtype), views | values, **outputs)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

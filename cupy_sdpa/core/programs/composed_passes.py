@@ -1,4 +1,4 @@
-"""Read passes that need several steps.
+"""Read calls of several steps: their arrays and options, and passes that need several steps.
 
 These passes have a layer's option, ``compute_dtype``, a gradient of the log-sum-exp, or a scale for each head.
 """
@@ -7,22 +7,95 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..boundary.arguments import read_backward, read_forward
+from ..boundary.compute import check_converted
 from ..boundary.layouts import check_strides_of
 from ..boundary.read_array import check_arrays as check_specs
-from ..boundary.read_options import ReadOptions
-from ..boundary.user_functions import Gradients
+from ..boundary.read_array import read_arrays, tensor_name
+from ..boundary.read_options import ReadOptions, check_option_names, read_options
+from ..boundary.user_functions import Gradients, kept_options
+from ..hooks import split_options
 from ..problem.arrays import KEPT
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
-from .executor import Operands, ReadCall, composed, is_any_array, read_operands
+from .executor import ReadCall, composed, is_any_array
 from .head_scales import check_request, check_scales, unscaled_options
 from .program import Builder
+
+
+class Operands(NamedTuple):
+    """The arguments of a call of several steps after reading: all further checks and builders use them.
+
+    Attributes:
+        arrays: the arrays by name, including the options' arrays.
+        views: their views.
+        options: the options, with views instead of arrays.
+    """
+
+    arrays: dict[str, Any]
+    views: dict[str, View]
+    options: ReadOptions
+
+    def composed_backward(
+        self, key: CallKey, build: Callable[..., None], computed: Mapping[str, View], *, result: Any = None, **flags: Any
+    ) -> ReadCall:
+        """Return the call of a backward pass of several steps, see :func:`.composed`.
+
+        Args:
+            key: the call.
+            build: adds the steps to a builder, its first argument. It also gets ``views`` with the results, ``options``, and
+                the flags.
+            computed: the views of the arrays from which the gradients are computed, if the steps first convert some of them.
+            result: the dtype of dout, dq, dk and dv. Default None: q's dtype.
+            flags: the other arguments of :func:`.read_backward`.
+        """
+        arrays, views, options = self
+        results, gradients = _results_of(computed, options, gradients=True, result=result, **flags)
+        why = _read_stats_gradient(computed, options.compute_dtype)
+        steps = functools.partial(build, views=views, options=options, **flags)
+        return composed(key, arrays, views, results, steps, gradients=gradients, refusal=why)
+
+
+def read_operands(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str] | None = None, *, result: Any = None
+) -> Operands:
+    """Read the arrays and the options of a call of several steps, and record its functions (:func:`.kept_options`).
+
+    Args:
+        arrays, options: the arrays by name, and the options of the call.
+        results: the names of the arrays that a call with ``compute_dtype`` writes; with this option, the dtypes and strides of
+            the arrays are checked. Default None: the call does not take ``compute_dtype``.
+        result: the dtype of dout, dq, dk and dv if the other arrays already have ``compute_dtype``. Default None: q's.
+
+    Raises:
+        TypeError, ValueError: an argument is not an array, an option does not exist, or has a wrong value.
+
+    >>> import numpy as np
+    >>> arrays, views, options = read_operands({"q": np.zeros((8, 2, 5, 1))}, {"causal": True})
+    >>> views["q"].shape, options.settings.band
+    ((8, 2, 5, 1), Band(left=None, right=0, bottom_right=False))
+    """
+    layer_option, dtype, options = split_options(options)
+    check_option_names(options if results is not None or dtype is None else {**options, "compute_dtype": dtype})
+    passed, tensors, _ = read_arrays(arrays, options)
+    options = kept_options(arrays["q"], options)
+    operands = passed | tensors
+    views = {name: View.of(name, array) for name, array in operands.items()}
+    of_options = {name: view for name, view in views.items() if name not in arrays}
+    described = {name: of_options.get(name, value) for name, value in options.items() if value is not None}
+    if tensors:
+        described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
+    head_dim, *_ = views["q"].shape or (0,)
+    read = replace(read_options(described, head_dim), layer_option=layer_option, compute_dtype=dtype)
+    if dtype is not None:
+        check_converted({name: views.get(name) for name in arrays}, dtype=result, results=results or ())
+    return Operands(operands, views, read)
 
 
 def read_forward_steps(key: CallKey, *, kept: bool, **flags: Any) -> ReadCall:
@@ -42,33 +115,7 @@ def read_backward_steps(key: CallKey, *, result: Any = None, **flags: Any) -> Re
     """Read a backward pass; the arguments are as for :func:`.parse_backward`."""
     check_request(key.options, flags.get("return_dscale", False))
     operands = _read_operands(key, ("dq", "dk", "dv"), result)
-    return composed_backward(key, operands, Builder.add_pass, operands.views, result=result, **flags)
-
-
-def composed_backward(
-    key: CallKey,
-    operands: Operands,
-    build: Callable[..., None],
-    computed: Mapping[str, View],
-    *,
-    result: Any = None,
-    **flags: Any,
-) -> ReadCall:
-    """Return the call of a backward pass of several steps, see :func:`.composed`.
-
-    Args:
-        key, operands: the call, and its arguments as :func:`.read_operands` returned them.
-        build: adds the steps to a builder, its first argument. It also gets ``views`` with the results, ``options``, and the
-            flags.
-        computed: the views of the arrays from which the gradients are computed, if the steps first convert some of them.
-        result: the dtype of dout, dq, dk and dv. Default None: q's dtype.
-        flags: the other arguments of :func:`.read_backward`.
-    """
-    arrays, views, options = operands
-    results, gradients = _results_of(computed, options, gradients=True, result=result, **flags)
-    why = _read_stats_gradient(computed, options.compute_dtype)
-    steps = functools.partial(build, views=views, options=options, **flags)
-    return composed(key, arrays, views, results, steps, gradients=gradients, refusal=why)
+    return operands.composed_backward(key, Builder.add_pass, operands.views, result=result, **flags)
 
 
 def _read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:

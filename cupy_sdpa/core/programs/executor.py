@@ -11,20 +11,17 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger
-from ..boundary.compute import check_converted
-from ..boundary.read_array import check_separate, read_arrays, tensor_name
-from ..boundary.read_options import ReadOptions, check_option_names, read_options
-from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, kept_options
+from ..boundary.read_array import check_separate
+from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
-from ..hooks import split_options
 from ..numpy_engine.interpreter import evaluate
 from ..numpy_engine.row_check import RowCheck
 from ..problem import trace
@@ -409,55 +406,6 @@ def _program_of(
 # Calls of several steps
 
 
-class Operands(NamedTuple):
-    """The arguments of a call of several steps after reading: all further checks and builders use them.
-
-    Attributes:
-        arrays: the arrays by name, including the options' arrays.
-        views: their views.
-        options: the options, with views instead of arrays.
-    """
-
-    arrays: dict[str, Any]
-    views: dict[str, View]
-    options: ReadOptions
-
-
-def read_operands(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str] | None = None, *, result: Any = None
-) -> Operands:
-    """Read the arrays and the options of a call of several steps, and record its functions (:func:`.kept_options`).
-
-    Args:
-        arrays, options: the arrays by name, and the options of the call.
-        results: the names of the arrays that a call with ``compute_dtype`` writes; with this option, the dtypes and strides of
-            the arrays are checked. Default None: the call does not take ``compute_dtype``.
-        result: the dtype of dout, dq, dk and dv if the other arrays already have ``compute_dtype``. Default None: q's.
-
-    Raises:
-        TypeError, ValueError: an argument is not an array, an option does not exist, or has a wrong value.
-
-    >>> arrays, views, options = read_operands({"q": np.zeros((8, 2, 5, 1))}, {"causal": True})
-    >>> views["q"].shape, options.settings.band
-    ((8, 2, 5, 1), Band(left=None, right=0, bottom_right=False))
-    """
-    layer_option, dtype, options = split_options(options)
-    check_option_names(options if results is not None or dtype is None else {**options, "compute_dtype": dtype})
-    passed, tensors, _ = read_arrays(arrays, options)
-    options = kept_options(arrays["q"], options)
-    operands = passed | tensors
-    views = {name: View.of(name, array) for name, array in operands.items()}
-    of_options = {name: view for name, view in views.items() if name not in arrays}
-    described = {name: of_options.get(name, value) for name, value in options.items() if value is not None}
-    if tensors:
-        described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
-    head_dim, *_ = views["q"].shape or (0,)
-    read = replace(read_options(described, head_dim), layer_option=layer_option, compute_dtype=dtype)
-    if dtype is not None:
-        check_converted({name: views.get(name) for name in arrays}, dtype=result, results=results or ())
-    return Operands(operands, views, read)
-
-
 def is_any_array(value: Any) -> bool:
     """True if a value is an array of numpy or CuPy, or the view of one."""
     return isinstance(value, (np.ndarray, InterpretedArray, View)) or cupy_runtime.is_array(value)
@@ -484,7 +432,7 @@ def composed(
 
     Args:
         key: the call as it was parsed.
-        arrays, views: as :func:`read_operands` returned them. The views of results that the caller did not pass are added.
+        arrays, views: as :func:`.read_operands` returned them. The views of results that the caller did not pass are added.
         results: the views of the results in order, by which those that the caller did not pass are created. The shapes and
             dtypes of passed results are not checked: ``builder.attend`` checks its own arrays, :func:`.check_arrays` any other.
         build: adds the steps to a builder.
