@@ -11,7 +11,8 @@ import numpy as np
 from .core._typing import Array, ArrayT, Engine, Layout
 from .core.boundary.arguments import read_forward
 from .core.boundary.conversion import OUTPUTS, Conversion
-from .core.boundary.layouts import check_layout, other_layout, takes_default
+from .core.boundary.layouts import check_layout, other_layout
+from .core.boundary.options import takes_options
 from .core.boundary.read_array import arrays_on_gpu, check_arrays, read_array
 from .core.errors import in_words
 from .core.kernels.merge import Parts, merge_parts
@@ -57,7 +58,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
     return np.concatenate([lower_slopes, higher_slopes[::2]])[:heads].astype(np.float32)
 
 
-@takes_default
+@takes_options
 def dropout_mask(
     q: Array,
     k: Array,
@@ -140,7 +141,7 @@ def merge(
     layout: Layout | None = None, return_stats: bool, engine: Engine = None,
 ) -> Any: ...
 # fmt: on
-@takes_default
+@takes_options
 def merge(
     outs: Sequence[Array],
     stats: Sequence[Array],
@@ -230,7 +231,7 @@ def merge_backward(
     sinks: Array | None = None, return_dsinks: bool, layout: Layout | None = None, engine: Engine = None,
 ) -> Any: ...
 # fmt: on
-@takes_default
+@takes_options
 def merge_backward(
     outs: Sequence[Array],
     stats: Sequence[Array],

@@ -5,14 +5,14 @@ names     KEY_ARRAYS
 dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
 problems  Problem, NoArray
 checks    expected_arrays, check_strides_of
-layouts   Layout, Conversion, takes_default
+layouts   Layout, Conversion
 libraries Library
 ========= ====================================================================================================================
 """
 
 from ..core._typing import Layout
 from ..core.boundary.conversion import Conversion
-from ..core.boundary.layouts import check_strides_of, takes_default
+from ..core.boundary.layouts import check_strides_of
 from ..core.boundary.libraries import Library
 from ..core.boundary.read_array import NoArray
 from ..core.problem.arrays import KEY_ARRAYS
@@ -32,5 +32,4 @@ __all__ = [
     "check_strides_of",
     "expected_arrays",
     "rounded",
-    "takes_default",
 ]

@@ -28,8 +28,9 @@ from ..extend import (
     read_flag,
     read_operands,
     results_of,
+    takes_options,
 )
-from ..extend.arrays import FP8_LARGEST, Layout, check_strides_of, takes_default
+from ..extend.arrays import FP8_LARGEST, Layout, check_strides_of
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, expected_lengths, mean_shape
@@ -40,7 +41,7 @@ SOURCES = ("float16", "bfloat16", "float32")
 _NAMES, _LENGTHS = ("q", "k", "v"), ("lengths of q", "lengths of k", "lengths of v")
 
 
-@takes_default
+@takes_options
 def quantize(
     x: Array,
     dtype: str = "float8_e4m3fn",
@@ -159,7 +160,7 @@ def _parse_conversion(key: CallKey, *, dtype: str, rotations: Sequence[bool], ce
     return composed(key, arrays, views, results, build)
 
 
-@takes_default
+@takes_options
 def quantize_qkv(
     q: Array,
     k: Array,
@@ -278,7 +279,7 @@ class DelayedScaling:
         """
         return self._state[:1].copy()
 
-    @takes_default
+    @takes_options
     def quantize(self, x: Array, *, lengths: Any = None, layout: Layout | None = None) -> Fp8Array:
         """Convert an array with the current scale, and add its largest magnitude to the history.
 

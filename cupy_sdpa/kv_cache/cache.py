@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..extend import TYPES, Array, Axes, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_positive, with_title
-from ..extend.arrays import Layout, takes_default
+from ..extend import (
+    TYPES,
+    Array,
+    Axes,
+    cupy_runtime,
+    dtype_name,
+    numpy_dtype,
+    read_flag,
+    read_positive,
+    takes_options,
+    with_title,
+)
+from ..extend.arrays import Layout
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, refuse_names, tokens_of
 from .cache_sequences import CacheSequences
@@ -88,7 +99,7 @@ class KVCache(CacheSequences):
     #: The end of the error message of a call that takes the cache for an array.
     _not_an_array = "pass **cache.view(layer) instead of k and v, for example attention(q, **cache.view(0))"
 
-    @takes_default
+    @takes_options
     def __init__(
         self,
         head_dim: int,

@@ -23,8 +23,9 @@ from ..extend import (
     read_count,
     read_flag,
     read_number,
+    takes_options,
 )
-from ..extend.arrays import FLOAT_DTYPES, Layout, check_strides_of, takes_default
+from ..extend.arrays import FLOAT_DTYPES, Layout, check_strides_of
 from . import rope_kernel as kernels
 from .cache_arguments import other_names
 
@@ -188,7 +189,7 @@ def read_rope(rope: Any, head_dim: int) -> Any:
         "pass rope=, a cupy_sdpa.Rope": "cos cos_sin_cache freqs freqs_cis rotary sin",
     }
 )
-@takes_default
+@takes_options
 def apply_rope(
     x: ArrayT,
     rope: Rope,

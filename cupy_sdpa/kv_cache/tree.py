@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Array, Axes, Expected, as_int32, check_arrays, cupy_runtime, in_words, read_array
-from ..extend.arrays import takes_default
+from ..extend import Array, Axes, Expected, as_int32, check_arrays, cupy_runtime, in_words, read_array, takes_options
 from ..fp8.array import Fp8Array
 from ..zoo import tree
 from .cache_lengths import cache_of
@@ -152,7 +151,7 @@ class _TreeMask(dict[str, Any]):
         return dict, ([*self.items()],)
 
 
-@takes_default
+@takes_options
 def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) -> Any:
     """Count the ancestors of each token in a draft tree: its position for a rotation, after the last accepted token.
 

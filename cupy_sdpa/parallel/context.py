@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..attention_functions import attention_backward
-from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of
-from ..extend.arrays import check_strides_of, takes_default
+from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of, takes_options
+from ..extend.arrays import check_strides_of
 from ..extend.calls import BoundPrograms
 from .agreement import Agreement
 from .channel import Channel
@@ -110,7 +110,7 @@ class ContextParallel:
         self._programs = BoundPrograms()
 
     @_collective
-    @takes_default
+    @takes_options(name="ContextParallel")
     def attention(
         self,
         q: Any,
@@ -165,7 +165,7 @@ class ContextParallel:
         return (out, stats) if return_stats else out
 
     @_collective
-    @takes_default
+    @takes_options(name="ContextParallel")
     def attention_backward(
         self,
         dout: Any,
@@ -179,6 +179,7 @@ class ContextParallel:
         seqlen_q: int | None = None,
         seqlen_kv: int | None = None,
         deterministic: bool = False,
+        return_dsinks: bool = False,
         **options: Any,
     ) -> tuple[Any, ...]:
         """Compute :func:`cupy_sdpa.attention_backward` of sequences that are split among the members; collective.
@@ -189,8 +190,9 @@ class ContextParallel:
             out, stats: the results of :meth:`attention`.
             deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are
                 added in one order in any case. Default False.
-            options: as for :meth:`attention`; and ``return_dsinks``, which also returns the gradient of the sinks, ``(Hq,)``
-                float32, the same for all members. Other gradients cannot be requested.
+            return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32, the same for all members. Other gradients
+                cannot be requested. Default False.
+            options: as for :meth:`attention`.
 
         Returns:
             ``(dq, dk, dv)`` of the member's positions, with the shapes of q, k and v; and the gradient of the sinks if
@@ -215,12 +217,13 @@ class ContextParallel:
         >>> bool(np.allclose(run_threads(Loopback(2).members, member)[0], dq))
         True
         """
-        of = _gradients(Request(True, method, seqlen_q, seqlen_kv), deterministic, options)
+        of = Request(True, method, seqlen_q, seqlen_kv, deterministic, return_dsinks)
+        of = _read_requests(of, options)
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
         return tuple(results_of(self._call(arrays, options, of)))
 
     @_collective
-    @takes_default
+    @takes_options(name="ContextParallel")
     def attention_vjp(
         self,
         q: Any,
@@ -231,13 +234,14 @@ class ContextParallel:
         seqlen_q: int | None = None,
         seqlen_kv: int | None = None,
         deterministic: bool = False,
+        return_dsinks: bool = False,
         **options: Any,
     ) -> tuple[Any, Any]:
         """Compute attention, and return it with a function that computes the gradients (the vector-Jacobian product).
 
         Args:
             q, k, v, method, seqlen_q, seqlen_kv: as for :meth:`attention`.
-            deterministic, options: as for :meth:`attention_backward`.
+            deterministic, return_dsinks, options: as for :meth:`attention_backward`.
 
         Returns:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
@@ -258,7 +262,8 @@ class ContextParallel:
         >>> run_threads(Loopback(2).members, member)[0]
         [(8, 2, 4, 1), (8, 2, 4, 1), (8, 2, 4, 1)]
         """
-        of = _gradients(Request(True, method, seqlen_q, seqlen_kv), deterministic, options)
+        of = Request(True, method, seqlen_q, seqlen_kv, deterministic, return_dsinks)
+        of = _read_requests(of, options)
         if options.pop("return_stats", False) is not False:
             raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
         arrays = {"q": q, "k": k, "v": v}
@@ -271,7 +276,7 @@ class ContextParallel:
 
         return out, functools.partial(_collective(pullback), self)
 
-    @takes_default
+    @takes_options(name="ContextParallel")
     def explain(
         self,
         q: Any,
@@ -457,14 +462,13 @@ _REFUSED_REQUESTS = {
 }
 
 
-def _gradients(of: Request, deterministic: Any, options: dict[str, Any]) -> Request:
-    """Return what a backward pass asks for, and remove the requests of gradients from the options.
+def _read_requests(of: Request, options: dict[str, Any]) -> Request:
+    """Check the flags of a backward pass, and remove the requests of other gradients from the options.
 
     Raises:
         TypeError, ValueError, Unsupported: as :meth:`ContextParallel.attention_backward`.
     """
-    deterministic = read_flag("deterministic", deterministic)
-    return_dsinks = read_flag("return_dsinks", options.pop("return_dsinks", False))
+    deterministic, return_dsinks = read_flag("deterministic", of.deterministic), read_flag("return_dsinks", of.return_dsinks)
     if not _REFUSED_REQUESTS.isdisjoint(options):
         _drop_requests(options)
     if options.pop("dstats", None) is not None:

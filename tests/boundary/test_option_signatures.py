@@ -45,6 +45,17 @@ def test_signatures_of_your_own_functions():
     assert text.endswith(" -> tuple[int, ...]")
 
 
+def test_signatures_of_a_group():
+    """They list the options that a group takes; a surplus array raises an error that names the option."""
+    cp = cupy_sdpa.parallel.ContextParallel()
+    for function in (cp.attention, cp.attention_backward, cp.attention_vjp, cp.explain):
+        shown = inspect.signature(function).parameters.keys()
+        assert OPTIONS - shown == {"page_table", "num_splits", "bucket", "batch_invariant"}
+    x = np.ones((8, 1, 4, 1))
+    with pytest.raises(TypeError, match=r"^4 arguments .* only q, k and v can be.* as mask="):
+        cp.attention(x, x, x, x)
+
+
 def test_the_page_defines_every_option():
     """Each has an anchor, a definition after it, and a place in the table of groups."""
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")

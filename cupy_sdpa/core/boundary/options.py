@@ -13,7 +13,7 @@ from ..layout import default_layout
 from ..options.table import OPTIONS, GradientOptions, Settings, help_of_options
 from ..problem.arrays import REQUESTS
 from ..problem.problem import Problem
-from .layouts import check_layout, in_default, refuse_default
+from .layouts import check_layout, in_default, refuse_default, takes_default
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -136,8 +136,11 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
     The table of options says which. ``name`` is the function's name in the table, by default its own. With ``gradients`` the
     function also takes the flags that request gradients.
 
-    A call that does not fit the signature raises an error that names the fix. A function with ``*positional`` raises it itself,
-    with :func:`special_call`; others are wrapped, which takes 0.2 us per call.
+    A call that does not fit the signature raises an error that names the fix. In :func:`cupy_sdpa.layout.default`, a call
+    without ``layout=`` gets the default layout; a function that does not take it raises TypeError. A function with
+    ``*positional`` does both itself, with :func:`special_call`; others are wrapped, which takes 0.2 us per call.
+
+    A function without ``**options`` must take ``layout=``; it keeps its signature and only gets the default layout.
 
     >>> def attention(q, k, v, **options):
     ...     ...
@@ -147,6 +150,8 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
     if function is None:
         return functools.partial(takes_options, name=name, gradients=gradients)
     signature = inspect.signature(function)
+    if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
+        return takes_default(function)
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # a default ... lets a call with other names reach the check of the names
     parameters = [p.replace(default=p.empty, annotation="Array") if p.default is ... else p for p in parameters]
@@ -215,7 +220,7 @@ def _check_arguments(function: Callable[..., Any], others: Sequence[Any], option
     """Raise our own error, not Python's, for a call with unknown options or too many arguments."""
     check_spelling(options)
     if others:
-        names = [p.name for p in _positional(function)]
+        names = [p.name for p in _positional(function) if p.name != "self"]
         raise TypeError(
             f"{len(names) + len(others)} arguments are passed by position; only {_listed(names)} can be; pass options by name: "
             "a bool array, True where the query attends, as mask=, and an array that is added to the scores as bias="
