@@ -17,6 +17,7 @@ from ..extend import (
     CallKey,
     Check,
     Expected,
+    ReadCall,
     Unsupported,
     View,
     check_arrays,
@@ -31,7 +32,7 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import Conversion, check_strides_of, expected_arrays
+from ..extend.arrays import check_strides_of, expected_arrays
 from ..extend.calls import read_forward
 from ..extend.options import Options, ReadOptions
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
@@ -280,41 +281,52 @@ def widen(
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
     """
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
-    if (conversion := Conversion.of(q, options)) is not None:
-        return conversion.call(widen, arrays, deterministic=deterministic)  # type: ignore[no-any-return]
-    decided = Call.decide_pass(arrays, options)
-    check_supported(decided)
-    passed = _checked_options(decided)
-    _, views, read = read_operands(arrays, passed, results=())
-    dtype = read.compute_dtype
-    converted: dict[str, Any] = arrays if dtype is None else {name: converted_view(views.get(name), dtype) for name in arrays}
-    q, k, v, *tangents = converted.values()
-    form = read_form(q, k, v, tangents, None, decided, deterministic=deterministic)
-    _check_options(q, k, v, passed)
-    return _written(form, arrays, dtype)
+    request = _Widening(deterministic)
+    key = CallKey("widen", ARRAYS[:6], (q, k, v, dq, dk, dv), options)
+    arrays = Call(key, request.parse, WIDENED, request.decide, dense=WIDENED).run()
+    return request.form.widened(arrays)
 
 
-def _written(form: DerivativeForm, given: Mapping[str, Any], dtype: str | None) -> Widened:
-    """Run a program that converts arrays to ``dtype``, unless it is None, and concatenates them; return the wider arrays."""
-    arrays, views, _ = read_operands(given, {})
-    converted = views if dtype is None else {name: converted_view(view, dtype) for name, view in views.items()}
-    device = views["q"].storage.device
+class _Widening:
+    """A call of :func:`widen`: its program depends on the options only by the form of the derivative."""
 
-    def wide(own: Mapping[str, Any], new: Callable[[str, tuple[int, ...], Any], View]) -> Any:
-        parts, tangents = (own["q"], own["k"], own["v"]), (own.get("dq"), own.get("dk"), own.get("dv"))
-        return wide_arrays(form, parts, tangents, new, copied=True)
+    form: DerivativeForm
 
-    made, _ = wide(converted, lambda name, shape, kind: View.dense(f"widened.{name}", shape, kind, device))
-    results = made.named()
+    def __init__(self, deterministic: bool) -> None:
+        self._deterministic = deterministic
 
-    def build(builder: Builder) -> None:
-        own, _ = builder.in_dtype(views, dtype, ())
-        builder.concatenate(wide(own, lambda name, shape, kind: results[name])[1])
+    def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check the arguments, and return the form and the dtype to compute in."""
+        decided = Call.decide_pass(arrays, options)
+        check_supported(decided)
+        passed = _checked_options(decided)
+        _, views, read = read_operands(arrays, passed, results=())
+        dtype = read.compute_dtype
+        own: Any = arrays if dtype is None else {name: converted_view(views.get(name), dtype) for name in arrays}
+        q, k, v, *tangents = own.values()
+        self.form = read_form(q, k, v, tangents, None, decided, deterministic=self._deterministic)
+        _check_options(q, k, v, passed)
+        return {"form": tuple(self.form), "compute_dtype": dtype}
 
-    key = CallKey(("widen", form, dtype), tuple(given), tuple(given.values()), {})
-    call = composed(key, arrays, views, {f"widened.{name}": view for name, view in results.items()}, build)
-    return made._replace(**dict(zip(results, call.run(), strict=True)))  # type: ignore[no-any-return]
+    def parse(self, key: CallKey) -> ReadCall:
+        """Return the call that converts the arrays, if it computes in another dtype, and concatenates them."""
+        form, dtype = self.form, key.options["compute_dtype"]
+        arrays, views, _ = read_operands(key.named(), {})
+        device = views["q"].storage.device
+
+        def wide(own: Mapping[str, Any], new: Callable[[str, tuple[int, ...], Any], View]) -> Any:
+            parts, tangents = (own["q"], own["k"], own["v"]), (own.get("dq"), own.get("dk"), own.get("dv"))
+            return wide_arrays(form, parts, tangents, new, copied=True)
+
+        converted = views if dtype is None else {name: converted_view(view, dtype) for name, view in views.items()}
+        made, _ = wide(converted, lambda name, shape, kind: View.dense(f"widened.{name}", shape, kind, device))
+        results = made.named()
+
+        def build(builder: Builder) -> None:
+            own, _ = builder.in_dtype(views, dtype, ())
+            builder.concatenate(wide(own, lambda name, shape, kind: results[name])[1])
+
+        return composed(key, arrays, views, {f"widened.{name}": view for name, view in results.items()}, build)
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:

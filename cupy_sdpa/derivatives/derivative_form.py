@@ -17,7 +17,7 @@ afterwards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..extend import View
@@ -60,6 +60,12 @@ class DerivativeForm(NamedTuple):
     def mean_index(self) -> int:
         """The row of Q2's gradient with the mean of the score derivatives."""
         return self.head_dim + (self.value_dim if self.joint else 0)
+
+    def widened(self, arrays: Sequence[Any]) -> Widened:
+        """Return the wider arrays, which are in order, without those that this form does not need."""
+        made = iter(arrays)
+        needed = [self.scores] * 4 + [self.values, self.scores and not (self.centered or self.joint)]
+        return Widened._make([*(next(made) if is_needed else None for is_needed in needed), self])
 
     @property
     def remedy(self) -> str:

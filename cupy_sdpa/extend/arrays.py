@@ -5,13 +5,12 @@ names     KEY_ARRAYS
 dtypes    FLOAT_DTYPES, FP8_LARGEST, rounded
 problems  Problem, NoArray
 checks    expected_arrays, check_strides_of
-layouts   Layout, Conversion
+layouts   Layout
 libraries Library
 ========= ====================================================================================================================
 """
 
 from ..core._typing import Layout
-from ..core.boundary.conversion import Conversion
 from ..core.boundary.layouts import check_strides_of
 from ..core.boundary.libraries import Library
 from ..core.boundary.read_array import NoArray
@@ -24,7 +23,6 @@ __all__ = [
     "FLOAT_DTYPES",
     "FP8_LARGEST",
     "KEY_ARRAYS",
-    "Conversion",
     "Layout",
     "Library",
     "NoArray",

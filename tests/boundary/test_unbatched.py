@@ -7,6 +7,7 @@ import pytest
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, fp8, layout, prepare, widen
+from cupy_sdpa.parallel import ContextParallel
 
 
 def arrays(engine):
@@ -134,10 +135,11 @@ def test_what_was_made_elsewhere_keeps_its_layout():
     """A pullback and a prepared call compute with the layout of the call that made them."""
     own = np.asfortranarray(X)  # (D 2, H 5, S 4, B 8)
     out, pullback = attention_vjp(own, own, own)
+    _, of_group = ContextParallel().attention_vjp(own, own, own)
     call = prepare(own, own, own)
     wanted = pullback(out)
     with layout.default("bhsd"):
-        for x, y in zip(pullback(out), wanted, strict=True):
+        for x, y in zip((*pullback(out), *of_group(out)), wanted * 2, strict=True):
             np.testing.assert_array_equal(x, y)
         np.testing.assert_array_equal(call(own, own, own), out)
         np.testing.assert_array_equal(call(own, own, own, scale=0.3), attention(own, own, own, scale=0.3, layout="dhsb"))

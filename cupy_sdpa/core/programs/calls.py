@@ -54,7 +54,7 @@ class Call(NamedTuple):
             :meth:`decide_pass` does. Default: the caller's options.
         finish: returns what the caller gets, from the results of the program.
         check: checks the caller's arguments before axes are permuted. Default None: no check.
-        dense: the names of arrays that have the package's axes whatever the layout.
+        dense: the names of arrays and results that have the package's axes whatever the layout; such results are the last.
         programs: the programs of an object that keeps its own, such as a group. Default None: the shared programs.
 
     Example: :func:`operation`.
@@ -240,7 +240,8 @@ class Call(NamedTuple):
                 results = read_call.run()
                 if not is_bound:
                     cache_call(decided, read_call, None, call.programs)
-            returned = results if conversion is None else conversion.back(call.results, results, call.key.named())
+            own = [name for name in call.results if name not in call.dense]
+            returned = results if conversion is None else conversion.back(own, results, call.key.named())
         if back is not None:
             returned = back(returned)
         if is_bound and read_call is not None and not is_repeated:
