@@ -1,15 +1,14 @@
-"""Read and run a layer's calls, and keep a layer's programs.
+"""Read and run a layer's calls.
 
 ========== ===================================================================================================================
-calls      run_cached, BoundPrograms, read_forward
+calls      run_cached, read_forward
 ========== ===================================================================================================================
 """
 
 from ..core.boundary.arguments import read_forward
-from ..core.replay.replay_cache import BoundPrograms, run_cached
+from ..core.replay.replay_cache import run_cached
 
 __all__ = [
-    "BoundPrograms",
     "read_forward",
     "run_cached",
 ]

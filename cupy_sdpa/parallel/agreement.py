@@ -10,7 +10,6 @@ import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import Call, CallKey, ReadCall, cupy_runtime, is_one_of
-from ..extend.calls import BoundPrograms
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
@@ -62,12 +61,11 @@ class Agreement:
         self._arguments = arrays.values()  # of numpy or CuPy
         return Call.decide_pass(arrays, dense_options(arrays["q"], None, options))
 
-    def parse(self, of: Request, programs: BoundPrograms, key: CallKey) -> ReadCall:
+    def parse(self, of: Request, key: CallKey) -> ReadCall:
         """Check the arrays and the decided options of a call, and build the program of this member.
 
         Args:
             of: what the call asks for.
-            programs: the programs of the group.
             key: the call.
 
         Raises:
@@ -81,7 +79,7 @@ class Agreement:
         config = configure(self._channel.rank, self._channel.size, views, read, options, of)
         choice = choose(config, self._method if of.method is None else read_method(of.method))
         self.member = Member(config, choice, self._channel, of, self.agree, tagged=self._check)
-        return self.member.read(key, arrays, views, read, programs)
+        return self.member.read(key, arrays, views, read)
 
     def agree(self, text: str) -> None:
         """Compare the text of a call unless this member remembers it.

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from ..attention_functions import attention_backward
 from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of, takes_options
 from ..extend.arrays import check_strides_of
-from ..extend.calls import BoundPrograms
 from .agreement import Agreement
 from .channel import Channel
 from .configuration import Request
@@ -107,7 +106,7 @@ class ContextParallel:
         self.rank, self.size = self._channel.rank, self._channel.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
         #: The programs of its calls, which refer to the group.
-        self._programs = BoundPrograms()
+        self._programs = CallKey.new_programs()
 
     @_collective
     @takes_options(name="ContextParallel")
@@ -322,10 +321,10 @@ class ContextParallel:
         """Return a call as a value."""
         if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:  # the key contains the values of offsets on the host
             options = {name: HostOffsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
-        key = CallKey(of, (*arrays,), (*arrays.values(),), options)
-        parse = functools.partial(self._agreement.parse, of, self._programs)
+        key = CallKey(of, (*arrays,), (*arrays.values(),), options, self._programs)
+        parse = functools.partial(self._agreement.parse, of)
         check = functools.partial(check_engine, options)
-        return Call(key, parse, of.results, self._agreement.decided, check=check, programs=self._programs)
+        return Call(key, parse, of.results, self._agreement.decided, check=check)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """Return this member's part of an array that every member has.

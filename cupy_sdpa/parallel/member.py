@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..extend import Axes, Builder, CallKey, ReadCall, View, composed, cupy_runtime, row_stats_shape
-from ..extend.calls import BoundPrograms
 from ..extend.options import ReadOptions
 from .channel import Channel
 from .configuration import Configuration, Request
@@ -50,10 +49,8 @@ class Member:
         self._text = f"{config.text}\n{'backward' if of.backward else 'forward'}, method {choice.method}\n{flags}"
         self._tag = zlib.crc32(self._text.encode()) >> 1 if tagged else None
 
-    def read(
-        self, key: CallKey, arrays: dict[str, Any], views: dict[str, View], options: ReadOptions, programs: BoundPrograms
-    ) -> ReadCall:
-        """Return the call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
+    def read(self, key: CallKey, arrays: dict[str, Any], views: dict[str, View], options: ReadOptions) -> ReadCall:
+        """Return the call on operands, without ``compute_dtype``."""
         config, of = self.config, self.of
         arrays, views, options = config.with_dropout_mask(arrays, views, options)
         q, k, v = (views[name] for name in "qkv")
@@ -63,7 +60,7 @@ class Member:
         new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, device)
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, device)
         build = functools.partial(self._add, views=views, options=options | config.functions)
-        return composed(key, arrays, views, {name: new[name] for name in of.results}, build, programs=programs)
+        return composed(key, arrays, views, {name: new[name] for name in of.results}, build)
 
     def _add(self, builder: Builder, views: Views, options: ReadOptions) -> None:
         """Add the steps of the call."""

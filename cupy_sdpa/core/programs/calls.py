@@ -26,7 +26,7 @@ from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey
-from ..replay.replay_cache import BoundPrograms, cache_call, is_cacheable, run_cached
+from ..replay.replay_cache import cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime
 from .executor import ReadCall, is_any_array
 
@@ -55,7 +55,6 @@ class Call(NamedTuple):
         finish: returns what the caller gets, from the results of the program.
         check: checks the caller's arguments before axes are permuted. Default None: no check.
         dense: the names of arrays and results that have the package's axes whatever the layout; such results are the last.
-        programs: the programs of an object that keeps its own, such as a group. Default None: the shared programs.
 
     Example: :func:`operation`.
     """
@@ -67,7 +66,6 @@ class Call(NamedTuple):
     finish: Callable[[list[Any]], list[Any]] = list
     check: Callable[[], object] | None = None
     dense: Sequence[str] = ()
-    programs: BoundPrograms | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Call:
@@ -128,7 +126,7 @@ class Call(NamedTuple):
         """Check the caller's arrays, and return how they become views with the package's axes; None if they have these axes."""
         if self.check:
             self.check()
-        _, names, arrays, options = self.key
+        _, names, arrays, options, _ = self.key
         return Conversion.of(arrays[names.index("q")], options) if self.results else None
 
     def decided(self, conversion: Conversion | None) -> CallKey:
@@ -233,19 +231,19 @@ class Call(NamedTuple):
         if check is not None and read_call is not None:
             check(read_call)  # its errors name the package's axes
         with context():
-            results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options, call.programs)
+            results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options, decided.programs)
             is_repeated = results is not None
             if results is None:
                 read_call = read_call or call._parse(decided)
                 results = read_call.run()
                 if not is_bound:
-                    cache_call(decided, read_call, None, call.programs)
+                    cache_call(decided, read_call)
             own = [name for name in call.results if name not in call.dense]
             returned = results if conversion is None else conversion.back(own, results, call.key.named())
         if back is not None:
             returned = back(returned)
         if is_bound and read_call is not None and not is_repeated:
-            cache_call(looked_up or call.key, read_call, None if returned is results else returned, call.programs)
+            cache_call(looked_up or call.key, read_call, None if returned is results else returned)
         return call.finish(returned)
 
 
@@ -324,8 +322,8 @@ def results_of(call: Call) -> list[Any]:
 
     Example: :func:`operation`.
     """
-    tag, _, arrays, options = call.key
-    results = run_cached(tag, arrays, options, call.programs)
+    tag, _, arrays, options, programs = call.key
+    results = run_cached(tag, arrays, options, programs)
     return call.run() if results is None else call.finish(results)
 
 

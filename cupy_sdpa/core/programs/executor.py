@@ -30,7 +30,7 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
 from ..problem.view import View, array_of_view, device_of
 from ..replay.call_key import HOST, CallKey, read_key
-from ..replay.replay_cache import BoundPrograms, keep_recent
+from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
@@ -426,7 +426,6 @@ def composed(
     *,
     gradients: Gradients | None = None,
     refusal: Callable[[str, str], str] | None = None,
-    programs: BoundPrograms | None = None,
 ) -> ReadCall:
     """Return the call of several steps; calls with equal arguments share the program. Nothing is allocated.
 
@@ -437,7 +436,6 @@ def composed(
             dtypes of passed results are not checked: ``builder.attend`` checks its own arrays, :func:`.check_arrays` any other.
         build: adds the steps to a builder.
         gradients, refusal: see :class:`ReadCall`.
-        programs: see :class:`.Call`; it keeps the program. Default None: with the programs of all calls.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
@@ -448,7 +446,7 @@ def composed(
     results = {name: views.get(name, view) for name, view in results.items()}
     views |= results
     identities = function_identities(key.options)
-    kept = _programs if programs is None else programs.built
+    kept = _programs if key.programs is None else key.programs.built
     program_key = _program_key(key, views)
     program = kept.get(program_key)
     if program is None:

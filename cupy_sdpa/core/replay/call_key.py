@@ -19,6 +19,18 @@ _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, n
 Arguments = tuple[tuple[Any, ...], list[Any]]
 
 
+class BoundPrograms(dict[Any, Any]):
+    """The bound programs, by key, of an object such as a group. They refer to the object, and end with it.
+
+    ``built`` are the programs that are not bound yet, by what they depend on.
+    """
+
+    __slots__ = ("__weakref__", "built")
+
+    def __init__(self) -> None:
+        self.built: dict[Any, Any] = {}
+
+
 class CallKey(NamedTuple):
     """What identifies a call: a repeated call has an equal tag, and its arrays and options differ only in their addresses.
 
@@ -26,6 +38,7 @@ class CallKey(NamedTuple):
         tag: distinguishes calls of different functions or with different flags; hashable.
         names, arrays: the arrays by position; an array that is not passed is None.
         options: the options, including arrays.
+        programs: where the call's program is kept, see :meth:`new_programs`. Default None: with the programs of all calls.
 
     >>> CallKey(("doubled", 2), ("q", "out"), (np.zeros((8, 1, 4, 1)), None), {}).array("q").shape
     (8, 1, 4, 1)
@@ -35,6 +48,12 @@ class CallKey(NamedTuple):
     names: Sequence[str]
     arrays: tuple[Any, ...]
     options: Mapping[str, Any]
+    programs: BoundPrograms | None = None
+
+    @staticmethod
+    def new_programs() -> BoundPrograms:
+        """Return :attr:`programs` for an object such as a group: its programs may refer to the object, and end with it."""
+        return BoundPrograms()
 
     def named(self) -> dict[str, Any]:
         """Return the arrays by name."""

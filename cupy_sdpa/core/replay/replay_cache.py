@@ -41,7 +41,7 @@ from ..boundary.user_functions import function_identities
 from ..runtime import cupy_runtime, driver
 from ..runtime.memory import is_constant
 from .bound_program import BoundProgram, HostProgram, Repeatable, equal_runs, next_use, operands, results_by_name, shares_memory
-from .call_key import HOST, Arguments, ArrayType, CallKey, address, array_names, read_key
+from .call_key import HOST, Arguments, ArrayType, BoundPrograms, CallKey, address, array_names, read_key
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan_cache import PlanCache
@@ -349,25 +349,10 @@ class DeviceProgram(BoundProgram):
             self.close()
 
 
-class BoundPrograms(dict[Any, Any]):
-    """The bound programs, by key, of an object such as a group. They refer to the object, and end with it.
-
-    ``built`` are the programs that are not bound yet, by what they depend on.
-    """
-
-    __slots__ = ("__weakref__", "built")
-
-    def __init__(self) -> None:
-        self.built: dict[Any, Any] = {}
-
-
 def run_cached(
     tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], programs: BoundPrograms | None = None
 ) -> list[Any] | None:
-    """Run a cached call; return None if it must be parsed. The arguments are as for :class:`.CallKey`.
-
-    ``programs`` is as for :func:`cache_call`.
-    """
+    """Run a cached call; return None if it must be parsed. The arguments are as for :class:`.CallKey`."""
     first = arrays[0] if arrays[0] is not None else arrays[1]  # dout may be None
     if type(first) is np.ndarray:
         arguments = read_key(HOST, (tag, is_named()), arrays, options)
@@ -409,17 +394,13 @@ def is_cacheable(key: CallKey) -> bool:
     return of is not None and read_key(of, key.tag, key.arrays, key.options) is not None
 
 
-def cache_call(
-    key: CallKey, call: Repeatable, results: Sequence[Any] | None = None, programs: BoundPrograms | None = None
-) -> None:
+def cache_call(key: CallKey, call: Repeatable, results: Sequence[Any] | None = None) -> None:
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
     Args:
         key: the call's key. Its arrays contain the call's arrays, perhaps with other axes.
         call: the call, with its arrays.
         results: the results as the caller gets them, views of the call's results. Default None: the call's results.
-        programs: where an object with its own programs keeps the bound program. Default None: with all numpy calls, or in the
-            session of the current context.
     """
     global _runtime
     if logger.isEnabledFor(logging.DEBUG):
@@ -444,10 +425,10 @@ def cache_call(
     if not call.arrays.keys() <= {name for name, *_ in operands(call, names)} | {*call.results} | call.fills.keys():
         return  # it needs arrays that were made for it
     if call.on_gpu:
-        _cache_on_device(arguments, names, call, results_by_name(call, results), programs)
+        _cache_on_device(arguments, names, call, results_by_name(call, results), key.programs)
         return
     bound = HostProgram(call, names, passed, results_by_name(call, results))
-    keep_recent(_on_host if programs is None else programs, arguments[0], bound, MAX_CALLS)
+    keep_recent(_on_host if key.programs is None else key.programs, arguments[0], bound, MAX_CALLS)
 
 
 def _cache_on_device(
