@@ -1,7 +1,7 @@
-"""Plan ahead of time: a call's problems, the report on a call, and what a GPU supports.
+"""Plan ahead of time: the report on a call, and what a GPU supports.
 
 ========== ===================================================================================================================
-problems   Report
+reports    Report
 GPUs       writes_16_bits
 ========== ===================================================================================================================
 """
