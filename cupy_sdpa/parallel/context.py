@@ -467,14 +467,18 @@ def _read_requests(of: Request, options: dict[str, Any]) -> Request:
     Raises:
         TypeError, ValueError, Unsupported: as :meth:`ContextParallel.attention_backward`.
     """
-    deterministic, return_dsinks = read_flag("deterministic", of.deterministic), read_flag("return_dsinks", of.return_dsinks)
+    if not type(of.deterministic) is type(of.return_dsinks) is bool:
+        of = of._replace(
+            deterministic=read_flag("deterministic", of.deterministic),
+            return_dsinks=read_flag("return_dsinks", of.return_dsinks),
+        )
     if not _REFUSED_REQUESTS.isdisjoint(options):
         _drop_requests(options)
     if options.pop("dstats", None) is not None:
         raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
-    if return_dsinks and options.get("sinks") is None:
+    if of.return_dsinks and options.get("sinks") is None:
         raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
-    return of._replace(deterministic=deterministic, return_dsinks=return_dsinks)
+    return of
 
 
 def _drop_requests(options: dict[str, Any]) -> None:
