@@ -20,8 +20,7 @@ from .core.kernels.merge_gradients import PartGradient, merge_gradients
 from .core.kernels.ragged import sum_over_scores
 from .core.options.values import read_flag, read_positive
 from .core.problem.bucket import Bucket
-from .core.problem.tensor_spec import numpy_dtype
-from .core.problem.validation import expected_arrays
+from .core.problem.tensor_spec import Expected, numpy_dtype
 from .core.programs.executor import call_of_problem
 from .core.runtime import cupy_runtime
 
@@ -366,7 +365,7 @@ def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) ->
         raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
-    table = expected_arrays(like, like, like, given={"stats": rows, "sinks": arrays["sinks"], "dstats": arrays.get("dstats")})
+    table = Expected.of_call(like, like, like, given={"stats": rows, "sinks": arrays["sinks"], "dstats": arrays.get("dstats")})
     legend = "the shape of outs[0]"
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, count)]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(count)]

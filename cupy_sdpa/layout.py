@@ -4,9 +4,10 @@ The letters are ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, and ``
 package uses ``dhsb`` (packed: ``dht``); in Fortran order this is the memory layout of ``bshd`` (packed: ``thd``) in C order.
 """
 
+from .core._typing import Layout
 from .core.layout import LAYOUTS, default, from_julia, to_julia
 
-__all__ = ["LAYOUTS", "default", "from_julia", "to_julia"]
+__all__ = ["LAYOUTS", "Layout", "default", "from_julia", "to_julia"]
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..extend import Constant, View, as_int32, is_one_of
+from ..extend import Constant, View, is_one_of
 from ..extend.options import OPTIONS
 from .block_mask import BlockMask
 from .entries import TableSizes
@@ -82,7 +82,7 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
     queries, keys = (tuple(getattr(x, "shape", x)) for x in (q, k))
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     if hasattr(q, "dtype"):  # they are arrays or lists, not shapes
-        starts, table = as_int32("cu_seqlens_q", starts), as_int32("page_table", table)
+        starts, table = ((len(x),) if isinstance(x, (list, tuple)) else x for x in (starts, table))
     if len(queries) != (4 if starts is None else 3) or len(keys) != (3 if table is None and starts is not None else 4):
         return
     lengths, names = [*queries[2:3], *keys[2:3]], ["q has {} queries", "k {} keys"]

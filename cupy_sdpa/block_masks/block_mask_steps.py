@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..extend import Builder, Constant, Parts, View, merge_parts, row_stats_dtype
-from ..extend.arrays import KEY_ARRAYS
+from ..extend import Builder, Constant, Parts, View, merge_parts
 from ..extend.kernels import Sources
 from ..extend.options import ReadOptions
 from .block_mask import BlockMask
@@ -26,6 +25,8 @@ from .segments import PackedSegments, SegmentSlice, gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
+#: The arrays with one row per key.
+KEY_ARRAYS = ("k", "v", "dk", "dv")
 
 T = TypeVar("T")
 
@@ -311,7 +312,7 @@ def _attend_blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
     q, k, v, out, stats = (arrays[name] for name in ("q", "k", "v", "out", "stats"))
     groups, sinks = tables.groups, parts.options.get("sinks")
     parts.options = parts.options.without("sinks")
-    (_, hq, sq, batch), dv, wide = q.shape, v.shape[0], np.dtype(row_stats_dtype(q.dtype))
+    (_, hq, sq, batch), dv, wide = q.shape, v.shape[0], View.row_stats("stats", q).dtype
     pages = {"k": _key_pages(parts, k, groups), "v": _key_pages(parts, v, groups)}
     merges = bool(tables.copied) or sinks is not None
     target, base = out, None

@@ -12,6 +12,7 @@ import numpy as np
 from ..block_masks.method import check as check_mask
 from ..extend import (
     Array,
+    Axes,
     Builder,
     Call,
     CallKey,
@@ -28,11 +29,8 @@ from ..extend import (
     numpy_dtype,
     read_array,
     read_operands,
-    row_stats_dtype,
-    row_stats_shape,
     takes_options,
 )
-from ..extend.arrays import check_strides_of, expected_arrays
 from ..extend.calls import read_forward
 from ..extend.options import Options, ReadOptions
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
@@ -98,9 +96,9 @@ def derivative(
     else:
         wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda name, *array: builder.temporary(*array))
         builder.concatenate(wanted)
-    own_stats, wide_dtype = stats, np.dtype(row_stats_dtype(q.dtype))
+    own_stats, wide_dtype = stats, View.row_stats("stats", q).dtype
     if form.scores and (stats is None or stats.dtype != wide_dtype):  # the derivative needs the log-sum-exp in full precision
-        stats = builder.temporary(row_stats_shape(q.shape), wide_dtype)
+        stats = builder.temporary_stats(q)
     output = builder.temporary((2 * form.value_dim, *q.shape[1:]), q.dtype) if form.values else out
     attend("output", wide.values if form.values else v, output, stats)
     scores = means = products = None
@@ -153,7 +151,7 @@ def read_form(
         read_forward(q, k, v, {name: x for name, x in options.items() if name not in _OF_STEPS})  # raises
     mask = options.get("block_mask")
     for name, array in (("q", q), ("k", k), ("v", v)) if mask is not None or options.get("layout") is None else ():
-        check_strides_of(name, array, required=mask is not None)
+        Axes.check_strides(name, array, required=mask is not None)
     if mask is not None:
         check_mask(q, k, v, mask)
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
@@ -225,7 +223,7 @@ def check_results(given: Mapping[str, Any], q: Any, v: Any, dtype: str | None) -
 
     ``dtype`` is the dtype to compute in, or None for q's dtype.
     """
-    table = expected_arrays(q, v, v, given=given, computed=dtype)
+    table = Expected.of_call(q, v, v, given=given, computed=dtype)
     check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})
 
 

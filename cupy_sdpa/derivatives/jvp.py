@@ -18,8 +18,6 @@ from ..extend import (
     read_flag,
     read_operands,
     results_of,
-    row_stats_dtype,
-    row_stats_shape,
     takes_options,
 )
 from ..extend.arrays import Problem
@@ -158,7 +156,7 @@ def _parse_jvp(
     results = {name: View.dense(name, shape, q.dtype, device) for name in ("out", "dout")}
     for name, requested in (("stats", return_stats), ("dstats", return_dstats)):
         if requested or name in arrays:
-            results[name] = View.dense(name, row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
+            results[name] = View.row_stats(name, q, dtype)
     build = functools.partial(derivative, views=views, options=options, form=form, deterministic=deterministic)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
 

@@ -25,8 +25,6 @@ from ..extend import (
     read_flag,
     read_operands,
     results_of,
-    row_stats_dtype,
-    row_stats_shape,
     takes_options,
 )
 from ..extend.arrays import Problem
@@ -105,7 +103,7 @@ def _parse_sums(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     read_forward(q, k, k, options, return_stats=True)
     shape = _shape_of_keys(k, options)
     heads = k.shape[1] if per_kv_head else q.shape[1]
-    sums = View.dense("sums", row_stats_shape((shape[0], heads, *shape[2:])), row_stats_dtype(q.dtype), q.storage.device)
+    sums = View.row_stats("sums", View.dense("keys", (shape[0], heads, *shape[2:]), q.dtype, q.storage.device))
     return composed(
         key, arrays, views, {"sums": sums}, functools.partial(_add_sums_steps, q=q, k=k, sums=sums, options=options)
     )
@@ -188,14 +186,14 @@ def _parse_entropy(key: CallKey) -> ReadCall:
     arrays, views, options = read_operands(key.named(), key.options)
     q, k = views["q"], views["k"]
     read_forward(q, k, k, options, return_stats=True)
-    entropies = View.dense("entropies", row_stats_shape(q.shape), row_stats_dtype(q.dtype), q.storage.device)
+    entropies = View.row_stats("entropies", q)
     build = functools.partial(_add_entropy_steps, q=q, k=k, entropies=entropies, options=options)
     return composed(key, arrays, views, {"entropies": entropies}, build)
 
 
 def _add_entropy_steps(builder: Builder, *, q: View, k: View, entropies: View, options: ReadOptions) -> None:
     """Add the steps of :func:`weight_entropy`."""
-    stats, out = builder.temporary(entropies.shape, entropies.dtype), builder.temporary(q.shape, q.dtype)
+    stats, out = builder.temporary_stats(q), builder.temporary(q.shape, q.dtype)
     builder.part = "the mean key of each query"
     builder.attend("attention", q, k, k, options, out=out, stats=stats)
     builder.part = "entropy"
@@ -223,8 +221,7 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
 def _add_sums_steps(builder: Builder, q: View, k: View, sums: View, options: ReadOptions) -> None:
     """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
-    wide = sums.dtype
-    stats = builder.temporary(row_stats_shape(q.shape), wide)
+    stats = builder.temporary_stats(q)
     builder.part = "statistics of queries"
     builder.attend("attention", q, k, k, options, out=builder.temporary(q.shape, q.dtype), stats=stats)
     builder.part = "sums over queries"
@@ -238,9 +235,9 @@ def _add_sums_steps(builder: Builder, q: View, k: View, sums: View, options: Rea
     group, of_queries = q.shape[1] // max(k.shape[1], 1), sums.shape[0 if packed else 1] == q.shape[1]
     for member in range(group):
         own = slice(member, None, group)
-        bias = builder.temporary((longest, 1, k.shape[1], batch), wide)
+        bias = builder.temporary((longest, 1, k.shape[1], batch), stats.dtype)
         builder.run(negated_rows, bias, stats[own] if packed else stats[:, own], starts, writes=[bias])
-        logarithms = builder.temporary(row_stats_shape(keys.shape), wide)
+        logarithms = builder.temporary_stats(keys)
         out = builder.temporary(keys.shape, keys.dtype)
         swapped = _swapped(builder, options, own, k.shape[1]) | {"bias": bias}
         queries = q[:, own]

@@ -9,8 +9,7 @@ core. The names in these modules, and all other names of the core, may change wi
 operation  operation, Call, CallKey, ReadCall, results_of, read_operands, composed
 steps      Builder, View, Check, Constant
 options    takes_options, read_count, read_flag, read_number, read_positive, is_one_of
-arrays     Array, ArrayT, Axes, Expected, arrays_on_gpu, as_int32, check_arrays, read_array, dtype_name, numpy_dtype,
-           row_stats_dtype, row_stats_shape
+arrays     Array, ArrayT, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
 merging    Parts, merge_parts
 messages   Unsupported, in_words, with_title
@@ -21,11 +20,10 @@ from ..core._html import with_title
 from ..core._typing import Array, ArrayT
 from ..core.boundary.axes import Axes
 from ..core.boundary.options import takes_options
-from ..core.boundary.read_array import arrays_on_gpu, as_int32, check_arrays, read_array
+from ..core.boundary.read_array import check_arrays, read_array
 from ..core.errors import Unsupported, in_words
 from ..core.kernels.merge import Parts, merge_parts
 from ..core.options.values import is_one_of, read_count, read_flag, read_number, read_positive
-from ..core.problem.problem import row_stats_dtype, row_stats_shape
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..core.problem.view import View
 from ..core.programs.calls import Call, operation, results_of
@@ -54,8 +52,6 @@ __all__ = [
     "Struct",
     "Unsupported",
     "View",
-    "arrays_on_gpu",
-    "as_int32",
     "check_arrays",
     "composed",
     "cuda_kernel",
@@ -73,8 +69,6 @@ __all__ = [
     "read_operands",
     "read_positive",
     "results_of",
-    "row_stats_dtype",
-    "row_stats_shape",
     "takes_options",
     "with_title",
 ]

@@ -7,6 +7,7 @@ instruction for the conversion use it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype
-from ..extend.arrays import FP8_LARGEST, rounded
+from ..extend.arrays import rounded
+
+#: The FP8 dtypes.
+FP8_DTYPES = tuple(name for name, of in TYPES.items() if of.itemsize == 1)
 
 #: A rotation, for the kernels that convert to and from FP8. Its operations are rounded one by one, in the order of
 #: :func:`rotate`: every kernel and numpy compute the same bits.
@@ -208,9 +212,17 @@ def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
     return rotate(values, rotation)
 
 
+@functools.cache
+def largest_number(dtype: str) -> float:
+    """Return the largest number of an FP8 dtype."""
+    from ml_dtypes import finfo  # takes 45 ms to import
+
+    return float(finfo(numpy_dtype(dtype)).max)  # type: ignore[no-untyped-call, unused-ignore]  # typed since ml_dtypes 0.6
+
+
 def _factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:
     """Return the scale and the descale of a largest magnitude, float32 ``(1,)``."""
-    most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
+    most, largest = np.float32(largest_number(dtype)), np.full(1, amax, np.float32)
     if amax < _SMALLEST:
         return np.ones(1, np.float32), np.ones(1, np.float32)
     with np.errstate(invalid="ignore"):
@@ -432,7 +444,7 @@ def _kernel(source: str, dtype: str, name: str) -> str:
     "amax" and "convert" are two launches, because in one launch all blocks would have to wait for each other.
     """
     of = TYPES[source]
-    names = {"THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype]}
+    names = {"THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": largest_number(dtype)}
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return (
         f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}{_ARRAYS}\ntypedef {of.name} Source;{_READ}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Check, Expected, View, numpy_dtype, row_stats_shape
+from ..extend import Builder, Check, Expected, View, numpy_dtype
 from ..extend.calls import read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
@@ -154,7 +154,7 @@ def _forward_with_mean(
     else:
         given["out"] = target
     if "stats" not in given:
-        given["stats"] = builder.temporary(row_stats_shape(given["q"].shape), np.float32)
+        given["stats"] = builder.temporary_stats(given["q"])
     _attend_in_fp8(builder, given, options, dtype, written, return_stats or True)
     weights = mean_kernels.Weights(given["stats"], options.get("sinks"))
     scaled = mean_kernels.Scaled(scale if out_dtype is None else None, amax)

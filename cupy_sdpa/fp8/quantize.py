@@ -17,8 +17,7 @@ from ..extend import (
     CallKey,
     ReadCall,
     View,
-    arrays_on_gpu,
-    as_int32,
+    check_arrays,
     composed,
     cupy_runtime,
     dtype_name,
@@ -30,9 +29,10 @@ from ..extend import (
     results_of,
     takes_options,
 )
-from ..extend.arrays import FP8_LARGEST, Layout, check_strides_of
+from ..layout import Layout
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
+from .fp8_kernels import FP8_DTYPES
 from .fp8_passes import add_conversions, expected_lengths, mean_shape
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
@@ -106,10 +106,11 @@ def quantize_all(
     centered: Sequence[bool],
 ) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
-    if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
-        raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
+    if not isinstance(dtype, str) or dtype not in FP8_DTYPES:
+        raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_DTYPES)}")
     names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
-    lengths = [x if x is None else as_int32("lengths", x) for x in lengths]
+    arguments = ("lengths",) if len(arrays) == 1 else ("seq_lens_q", "seq_lens_kv", "seq_lens_kv")
+    lengths = [x if x is None else read_array(name, x, integers=True) for name, x in zip(arguments, lengths, strict=True)]
     if layout is not None:
         return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths, centered=centered), arrays, layout)
 
@@ -133,8 +134,9 @@ def _parse_conversion(key: CallKey, *, dtype: str, rotations: Sequence[bool], ce
     for name in names:
         check_type(name if several else "x", arrays[name])
     if several:  # errors name the caller's arguments
-        passed = {"seq_lens_q": arrays[of_lengths[0]], "seq_lens_kv": arrays[of_lengths[1]]}
-        arrays_on_gpu({name: x for name, x in {**arrays, **passed}.items() if x is not None and name not in of_lengths})
+        passed = {name: arrays[name] for name in names}
+        passed |= {"seq_lens_q": arrays[of_lengths[0]], "seq_lens_kv": arrays[of_lengths[1]]}
+        check_arrays([], {name: View.of(name, x) for name, x in passed.items() if x is not None})
     else:
         check_source(arrays["q"], arrays[of_lengths[0]])
     arrays, views, _ = read_operands(arrays, {})
@@ -247,17 +249,18 @@ class DelayedScaling:
         self, like: Array, history: int = 16, dtype: str = "float8_e4m3fn", *, amax: float | None = None, rotate: bool = False
     ) -> None:
         read_array("like", like)
-        if dtype not in FP8_LARGEST:
-            raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
+        if dtype not in FP8_DTYPES:
+            raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_DTYPES)}")
         if not isinstance(history, int) or history < 1:
             raise ValueError(f"history is {history!r}; it must be a number of arrays, 1 or more")
-        if amax is not None and not is_factor(float(amax) / FP8_LARGEST[dtype]):
+        if amax is not None and not is_factor(float(amax) / fp8_kernels.largest_number(dtype)):
             raise ValueError(f"amax is {amax}; it must be above 0, and a finite number of float32, or None")
         self.dtype, self.rotate = dtype, read_flag("rotate", rotate)
         state = np.zeros(fp8_kernels.STATE + history, np.float32)
         state[:2] = 1.0
         if amax is not None:
-            state[:2] = FP8_LARGEST[dtype] / amax, amax / FP8_LARGEST[dtype]
+            largest = fp8_kernels.largest_number(dtype)
+            state[:2] = largest / amax, amax / largest
             state[-1] = amax  # the last entry of the history that is replaced
         self._state: Any = state
         if cupy_runtime.is_array(like):
@@ -300,7 +303,7 @@ class DelayedScaling:
         if layout is not None:
             return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
         self._check_engine(x)
-        lengths = as_int32("lengths", lengths)
+        lengths = lengths if lengths is None else read_array("lengths", lengths, integers=True)
         check_type("x", x)
         check_source(x, lengths)
         expected_lengths(x).check_elements(lengths)
@@ -363,7 +366,8 @@ def check_type(name: str, x: Any) -> None:
 
 def check_source(x: Any, lengths: Any) -> None:
     """Check an array to convert, or its view, in the layout of this package, and its lengths."""
-    on_gpu, name = arrays_on_gpu({"x": x}), dtype_name(x.dtype)
+    x = View.of("x", x)
+    on_gpu, name = x.storage.device is not None, dtype_name(x.dtype)
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")
     if len(x.shape) not in (3, 4):
@@ -376,10 +380,10 @@ def check_source(x: Any, lengths: Any) -> None:
         raise ValueError(
             f"x has shape {x.shape}, {x.size} elements; quantize converts at most {fp8_kernels.UNIT * 2**32 - 1}: split it"
         )
-    check_strides_of("x", x, required=on_gpu)
+    Axes.check_strides("x", x, required=on_gpu)
     if lengths is None:
         return
-    arrays_on_gpu({"x": read_array("x", x), "lengths": read_array("lengths", lengths)})
+    check_arrays([], {"x": x, "lengths": View.of("lengths", lengths)})
     if dtype_name(lengths.dtype) != "int32":
         raise TypeError(f"lengths is {dtype_name(lengths.dtype)}; it must be int32: convert with .astype('int32')")
     if len(x.shape) != 4 or lengths.shape != x.shape[3:]:

@@ -20,7 +20,7 @@ from ..extend import (
     takes_options,
     with_title,
 )
-from ..extend.arrays import Layout
+from ..layout import Layout
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, refuse_names, tokens_of
 from .cache_sequences import CacheSequences

@@ -14,8 +14,6 @@ from ..extend import (
     ArrayT,
     Axes,
     Expected,
-    arrays_on_gpu,
-    as_int32,
     check_arrays,
     cupy_runtime,
     dtype_name,
@@ -25,7 +23,7 @@ from ..extend import (
     read_number,
     takes_options,
 )
-from ..extend.arrays import FLOAT_DTYPES, Layout, check_strides_of
+from ..layout import Layout
 from . import rope_kernel as kernels
 from .cache_arguments import other_names
 
@@ -260,11 +258,10 @@ def apply_rope(
         seq_lens_q = seq_lens_kv = cu_seqlens_q = max_seqlen_q = None
     given: dict[str, Any] = {"start": start, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q, "cu_seqlens_q": cu_seqlens_q}
     if axes.layout:
-        given["positions"] = axes.array("positions", as_int32("positions", positions))
+        if positions is not None:
+            given["positions"] = axes.array("positions", read_array("positions", positions, integers=True))
         own = apply_rope(axes.array("q", x), rope, **given, max_seqlen_q=max_seqlen_q)
         return axes.result("q", own)  # type: ignore[no-any-return]
-    given = {name: as_int32(name, value) for name, value in (given | {"positions": positions}).items()}
-    start, seq_lens_kv, seq_lens_q, cu_seqlens_q, positions = given.values()
     if start is not None and seq_lens_kv is not None:
         raise ValueError(
             "start and seq_lens_kv are both passed; positions count from start, or up to seq_lens_kv: pass one of them"
@@ -279,8 +276,9 @@ def apply_rope(
         if abs(first) >= 2**62:
             raise ValueError(f"start is {first}; positions are integers of 64 bits: pass one below 2**62")
     dtype = dtype_name(read_array("x", x).dtype)
-    others = {name: read_array(name, y) for name, y in given.items() if y is not None}
-    arrays_on_gpu({"x": x} | others)
+    given |= {"positions": positions}
+    others = {name: read_array(name, y, integers=True) for name, y in given.items() if y is not None}
+    check_arrays([], {"x": x} | others)
     _check_tokens(x, dtype, others)
     if max_seqlen_q is not None and seq_lens_q is not None and max_seqlen_q > x.shape[2]:
         raise ValueError(
@@ -290,7 +288,8 @@ def apply_rope(
     if positions is None:
         _check_lengths(x.shape, others)
     record = read_rope(rope, x.shape[0])
-    places: tuple[Any, ...] = (given["start"], seq_lens_kv, seq_lens_q, cu_seqlens_q)
+    start, seq_lens_kv, seq_lens_q, cu_seqlens_q, positions = map(others.get, given)
+    places: tuple[Any, ...] = (start, seq_lens_kv, seq_lens_q, cu_seqlens_q)
     with cupy_runtime.device_context(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in places]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
@@ -300,15 +299,15 @@ def apply_rope(
 
 def _check_tokens(x: Any, dtype: str, others: dict[str, Any]) -> None:
     """Check the tokens of :func:`apply_rope`, and their positions."""
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
+    if dtype not in kernels.DTYPES:
+        raise TypeError(f"x is {dtype}; it must be {', '.join(kernels.DTYPES)}: convert with .astype()")
     packed, listed = "cu_seqlens_q" in others, others.get("positions")
     if x.ndim not in ((3, 4) if listed is not None else (3,) if packed else (4,)):
         raise ValueError(
             f"x has shape {x.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens_q= or positions=: "
             f"cu_seqlens_q is {'passed' if packed else 'None'}"
         )
-    check_strides_of("x", x, required=True, remedy="")
+    Axes.check_strides("x", x, required=True, remedy="")
     if listed is not None:
         _check_positions(listed, x.shape)
 
@@ -329,8 +328,8 @@ def _check_lengths(shape: tuple[int, ...], others: dict[str, Any]) -> None:
 
 def read_positions(positions: Any, x: Any, axes: Axes) -> Any:
     """Return the positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
-    found = axes.array("positions", as_int32("positions", positions))
-    arrays_on_gpu({"k": x, "positions": read_array("positions", found)})
+    found = axes.array("positions", read_array("positions", positions, integers=True))
+    check_arrays([], {"k": x, "positions": found})
     _check_positions(found, x.shape)
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Array, Expected, as_int32, check_arrays, cupy_runtime, read_array, read_positive
+from ..extend import Array, Expected, check_arrays, cupy_runtime, read_array, read_positive
 from .page_lists import fill_table
 
 
@@ -53,11 +53,10 @@ def page_table_from_lists(
     page_size = read_positive("page_size", page_size)
     if page_size >= 2**31:
         raise ValueError(f"page_size is {page_size}; it must be below 2**31")
-    indptr, indices = as_int32("indptr", indptr), as_int32("indices", indices)
-    last_page_len = as_int32("last_page_len", last_page_len)
-    shape = read_array("indptr", indptr).shape
+    indptr, indices = read_array("indptr", indptr, integers=True), read_array("indices", indices, integers=True)
+    last_page_len = read_array("last_page_len", last_page_len, integers=True)
+    shape, entries = indptr.shape, indices.shape
     batch = max(shape[0] - 1, 0) if len(shape) == 1 else 0
-    entries = read_array("indices", indices).shape
     legends = {"indptr": ((batch + 1,), "(B + 1,)"), "last_page_len": ((batch,), "(B,) with indptr (B + 1,)")}
     legends["indices"] = (entries if len(entries) == 1 else (0,)), "(n,)"
     arrays = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
@@ -128,8 +127,8 @@ def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
     >>> cu_seqlens_with_gaps(np.int32([0, 8]), np.int32([5, 6]))
     array([ 0,  5,  8, 14], dtype=int32)
     """
-    starts, lengths = as_int32("starts", starts), as_int32("lengths", lengths)
-    shape = read_array("starts", starts).shape
+    starts, lengths = read_array("starts", starts, integers=True), read_array("lengths", lengths, integers=True)
+    shape = starts.shape
     batch = shape if len(shape) == 1 and shape[0] else (1,)
     expected = [Expected("starts", batch, "int32", "(B,)"), Expected("lengths", batch, "int32", "(B,), as starts")]
     check_arrays(expected, {"starts": starts, "lengths": lengths})

@@ -26,8 +26,6 @@ from ..extend import (
     operation,
     read_operands,
     results_of,
-    row_stats_dtype,
-    row_stats_shape,
     takes_options,
 )
 from ..extend.calls import read_forward
@@ -138,13 +136,11 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions
     q, k, v, out = (views[name] for name in _NAMES)
     stats, sinks, options = views.get("stats"), views.get("sinks"), options.without("sinks")
     table, lengths = options["page_table"], options["seq_lens_kv"]
-    (_, _, sq, b), integers, stats_dtype = q.shape, np.dtype(np.int32), np.dtype(row_stats_dtype(q.dtype))
+    (_, _, sq, b), integers = q.shape, np.dtype(np.int32)
     shared, length, rest = (builder.temporary(shape, integers) for shape in ((pages, 1), (1,), (b,)))
     builder.run(divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
     own = {"page_table": table[pages:], "seq_lens_kv": rest}
-    results: dict[str, Any] = {
-        "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), stats_dtype)
-    }  # fmt: skip
+    results: dict[str, Any] = {"out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary_stats(q)}
     builder.branch = True
     builder.attend("own keys", q, k, v, options | own, **results)
     builder.branch = False

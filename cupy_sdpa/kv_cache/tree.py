@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Array, Axes, Expected, as_int32, check_arrays, cupy_runtime, in_words, read_array, takes_options
+from ..extend import Array, Axes, Expected, check_arrays, cupy_runtime, in_words, read_array, takes_options
 from ..fp8.array import Fp8Array
 from ..zoo import tree
 from .cache_lengths import cache_of
@@ -86,14 +86,14 @@ def tree_mask(
         cache._check_appended("tree_mask")
     axes = Axes(layout)
     like = axes.array("k", k.data if isinstance(k, Fp8Array) else k)
-    page_table = as_int32("page_table", axes.option("page_table", page_table))
+    given = {"page_table": axes.option("page_table", page_table), "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q}
+    page_table, seq_lens_kv, seq_lens_q = (x if x is None else read_array(name, x) for name, x in given.items())
     shape = read_array("k", like).shape
     if len(shape) != 4:
         raise ValueError(f"k has shape {shape}; it must be (D, Hkv, Skv, B), or with page_table (D, Hkv, page size, pages)")
-    seq_lens_kv, seq_lens_q = as_int32("seq_lens_kv", seq_lens_kv), as_int32("seq_lens_q", seq_lens_q)
     keys, batch = shape[2:]
     if page_table is not None:
-        pages = read_array("page_table", page_table).shape
+        pages = page_table.shape
         keys, batch = (keys * pages[0], pages[1]) if len(pages) == 2 else (keys, batch)
     wanted = [Expected("page_table", (keys // max(shape[2], 1), batch), "int32", "(P, B)")]
     wanted += [Expected(name, (batch,), "int32", "(B,)") for name in ("seq_lens_kv", "seq_lens_q")]

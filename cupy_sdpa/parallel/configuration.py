@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, Constant, View, numpy_dtype, row_stats_dtype
+from ..extend import Builder, Constant, View, numpy_dtype
 from ..extend.arrays import Problem
 from ..extend.functions import Recorded
 from ..extend.options import ReadOptions
@@ -231,4 +231,4 @@ class Configuration:
     @property
     def stats(self) -> Any:
         """The dtype of the log-sum-exp, and of sums of gradients: float64 for float64 arrays, else float32."""
-        return np.dtype(row_stats_dtype(self.dtype))
+        return np.promote_types(self.dtype, np.float32)

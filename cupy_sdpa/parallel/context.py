@@ -9,8 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..attention_functions import attention_backward
-from ..extend import Builder, Call, CallKey, ReadCall, Unsupported, View, cupy_runtime, read_flag, results_of, takes_options
-from ..extend.arrays import check_strides_of
+from ..extend import (
+    Axes,
+    Builder,
+    Call,
+    CallKey,
+    ReadCall,
+    Unsupported,
+    View,
+    cupy_runtime,
+    read_flag,
+    results_of,
+    takes_options,
+)
 from .agreement import Agreement
 from .channel import Channel
 from .configuration import Request
@@ -496,7 +507,7 @@ def _axis_of(x: Any, axis: int | None) -> int:
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
     if axis is None:
-        check_strides_of("x", x, remedy=". Or name the positions: axis=1 for 'bshd', axis=2 for 'bhsd', axis=0 for 'thd'")
+        Axes.check_strides("x", x, remedy=". Or name the positions: axis=1 for 'bshd', axis=2 for 'bhsd', axis=0 for 'thd'")
         axis = 2
     if not isinstance(axis, numbers.Integral):
         raise TypeError(f"axis is {axis!r}; it must be an integer")

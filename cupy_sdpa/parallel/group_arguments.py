@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..extend import Unsupported, View, check_arrays, cupy_runtime, numpy_dtype, read_operands
-from ..extend.arrays import Problem, check_strides_of, expected_arrays
+from ..extend import Axes, Expected, Unsupported, View, check_arrays, cupy_runtime, numpy_dtype, read_operands
+from ..extend.arrays import Problem
 from ..extend.calls import read_forward
 from ..extend.functions import Recorded
 from ..extend.options import OPTIONS, ReadOptions
@@ -83,7 +83,7 @@ def configure(
         if array.ndim != expected:
             raise ValueError(f"{name} has {array.ndim} dimensions {array.shape}; it needs {expected}")
         if name != "stats":
-            check_strides_of(name, array)
+            Axes.check_strides(name, array)
     queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, of)
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
         if name in given and given[name].shape[2] != layout.share(rank):
@@ -97,7 +97,7 @@ def configure(
             "place in the call, and has no input for the call's place in the sequence, so members would not drop the weights "
             "that one GPU drops: omit dropout_p"
         )
-    needed = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
+    needed = Expected.of_call(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
     check_arrays([needed[name] for name in ("dout", "out", "stats")], given)
     band = problem.band
     aligned = band is not None and band.bottom_right

@@ -12,8 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..extend import View, row_stats_shape
-from ..extend.arrays import KEY_ARRAYS
+from ..extend import View
 from ..extend.options import ReadOptions
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend
@@ -30,7 +29,7 @@ def heads_forward(steps: MemberSteps, config: Configuration, views: Views, optio
     builder = steps.builder
     q, k, v = to_heads(steps, config, views, ("q", "k", "v"), "all-to-all: q, k and v", config.heads)
     out = builder.temporary((v.shape[0], *q.shape[1:]), q.dtype)
-    stats = builder.temporary(row_stats_shape(q.shape), config.stats)
+    stats = builder.temporary_stats(q)
     attend(builder, (q, k, v), out, stats, config.head_options(builder, options))
     to_positions(steps, config, {"out": out, "stats": stats}, views, "all-to-all: out and log-sum-exp", config.heads)
 
@@ -99,7 +98,7 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
 
 def _side(config: Configuration, name: str) -> tuple[int, ShardLayout]:
     """Return whether an array has positions of queries (0) or of keys (1), and which member holds which of them."""
-    return (1, config.keys) if name in KEY_ARRAYS else (0, config.queries)
+    return (1, config.keys) if name in ("k", "v", "dk", "dv") else (0, config.queries)
 
 
 def _axes(config: Configuration, x: View) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Axes, Builder, CallKey, ReadCall, View, composed, cupy_runtime, row_stats_shape
+from ..extend import Axes, Builder, CallKey, ReadCall, View, composed, cupy_runtime
 from ..extend.options import ReadOptions
 from .channel import Channel
 from .configuration import Configuration, Request
@@ -57,7 +57,7 @@ class Member:
         device = q.storage.device
         shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape, "out": (v.shape[0], *q.shape[1:])}
         new = {name: View.dense(name, shape, q.dtype, device) for name, shape in shapes.items()}
-        new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, device)
+        new["stats"] = View.row_stats("stats", q, config.dtype)
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, device)
         build = functools.partial(self._add, views=views, options=options | config.functions)
         return composed(key, arrays, views, {name: new[name] for name in of.results}, build)

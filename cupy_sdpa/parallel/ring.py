@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Parts, View, cupy_runtime, merge_parts, row_stats_shape
+from ..extend import Builder, Parts, View, cupy_runtime, merge_parts
 from ..extend.options import ReadOptions
 from .configuration import Configuration
 from .heads import to_heads, to_positions
@@ -71,7 +71,7 @@ def _forward(
                 attend(builder, (q, k, v), out, stats, given)
                 continue
             out_part = builder.temporary((out.shape[0], *q.shape[1:]), out.dtype)
-            stats_part = builder.temporary(row_stats_shape(q.shape), stats.dtype)
+            stats_part = builder.temporary_stats(q)
             attend(builder, (q, k, v), out_part, stats_part, given)
             part.rows.write(builder, out, out_part, 2)
             part.rows.write(builder, stats, stats_part, config.row_axis)

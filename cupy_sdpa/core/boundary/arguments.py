@@ -13,7 +13,7 @@ from ..options.table import Settings
 from ..options.values import is_one_of, read_flag
 from ..problem.arrays import ARRAYS, CU_SEQLENS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SEEDS, has_score_axes
 from ..problem.bucket import Rounding
-from ..problem.problem import Problem, row_stats_shape
+from ..problem.problem import Problem
 from ..problem.tensor_spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
@@ -23,13 +23,14 @@ from ..problem.tensor_spec import (
     dense_spec,
     has_callers_axes,
     numpy_dtype,
+    row_stats_shape,
 )
 from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from . import layouts, user_functions
-from .axes import Axes
+from .axes import Axes, check_strides
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names
 from .read_array import check_separate, read_arrays, spec_of, tensor_name
@@ -119,7 +120,7 @@ def _read(
     passed, tensors, on_gpu = read_arrays(arrays, options)
     if options.get("layout") is None and not has_callers_axes() and not isinstance(passed["q"], View):
         for name in ("q", "k", "v"):  # before shapes are compared, because axes of another layout would not match
-            layouts.check_strides_of(name, passed[name])
+            Axes.check_strides(name, passed[name])
     head_dim, *_ = passed["q"].shape or (0,)
     options = read_options(options, head_dim)
     settings, scalars = options.settings._replace(deterministic=deterministic), {**options.scalars}
@@ -152,7 +153,7 @@ def _read(
         from ..support.batch import check_batch_invariant
 
         check_batch_invariant(problem, on_cudnn=on_gpu)
-    layouts.check_strides(problem, options.layout, on_gpu=on_gpu)
+    check_strides(problem, options.layout, on_gpu=on_gpu)
     return BoundProblem(problem, passed, scalars, on_gpu, bucket, functions, gradients, fills)
 
 

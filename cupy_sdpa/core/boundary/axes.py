@@ -1,4 +1,4 @@
-"""Permute axes: view the caller's arrays with the package's axes, and the results with the caller's axes."""
+"""Permute axes: view the caller's arrays with the package's axes, and the results with the caller's axes; check strides."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..problem.arrays import SCORE_INPUTS
+import numpy as np
+
+from ..problem.arrays import ROW_STATS, SCORE_INPUTS
+from ..problem.problem import Problem
+from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, order_obstacle, stride_obstacle
+from ..problem.view import View, device_of
 from . import layouts
+from .read_array import spec_of
+
+#: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
+_OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
+#: The end of the message of an array on the CPU with the strides of another layout.
+_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and accepts any strides"
 
 
 class Axes:
@@ -70,3 +81,55 @@ class Axes:
             unchanged = name != "dbias" or self.layout is not None or self._bias_axes != 3
             array = layouts.without_batch(name, array, self.layout) if unchanged else array[..., 0]
         return array
+
+    @staticmethod
+    def check_strides(
+        name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str | None = None
+    ) -> None:
+        """Check that an array with a head dim is not in another layout, as far as its strides show it; raises ValueError.
+
+        Other objects, and arrays of a call with ``layout=``, are not checked. ``required``: kernels need these strides even if
+        the caller passed a layout. ``written``: the array is a result. ``remedy`` ends the message; None: how to fix C order.
+
+        >>> import numpy as np
+        >>> Axes.check_strides("x", np.zeros((8, 3, 5), order="F")[:, ::-1], remedy="")
+        Traceback (most recent call last):
+        ValueError: x has strides (8, -64, 192) bytes; cuDNN does not support negative strides: copy it with asfortranarray(x)
+        """
+        on_gpu = device_of(array) is not None
+        if not (on_gpu or isinstance(array, (np.ndarray, View))) or array.ndim not in (3, 4):
+            return
+        if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
+            spec = spec_of(name, array)
+            obstacle = _vector_obstacle(spec, on_gpu, written)
+            if obstacle and ((required and on_gpu) or not layouts.is_named()):
+                raise ValueError(f"{obstacle}{_confirm(array.ndim, on_gpu) if remedy is None else remedy}")
+
+
+def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None:
+    """Check that arrays without ``layout=`` are not in another layout, as far as their strides show it.
+
+    A GPU needs these strides, and planning rejects most other arrays; the remaining arrays, and arrays on the CPU, would be
+    read with the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
+    """
+    if layout is not None or layouts.is_named():
+        return
+    results = {spec.name for spec in problem.results}
+    for spec in problem.tensors:
+        obstacle = ""
+        if spec.name in layouts.VECTORS:
+            obstacle = _vector_obstacle(spec, on_gpu, spec.name in results)
+        elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
+            obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
+        if obstacle:
+            raise ValueError(f"{obstacle}{_confirm(len(problem.q.shape), on_gpu)}")
+
+
+def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
+    """Return why an array with a head dim is probably in another layout, or ""; a GPU itself rejects a head dim of 1."""
+    return stride_obstacle(spec, written=written) or ("" if on_gpu else order_obstacle(spec, written=written))
+
+
+def _confirm(axes: int, on_gpu: bool) -> str:
+    """Return the end of the message of an array with a number of axes."""
+    return _OF_OPERATORS if on_gpu else _CONFIRM.format(layouts.own_layout(axes))

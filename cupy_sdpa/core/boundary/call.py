@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ..problem.arrays import VECTORS
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
-from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
-from ..problem.validation import expected_arrays
+from ..problem.tensor_spec import Expected, check_spec, dtype_name, numpy_dtype
 from ..problem.view import View
 from ..support.engine_problem import engine_problem
 from .user_functions import NO_FUNCTIONS, Functions, Gradients, gradient_name
@@ -102,7 +101,7 @@ class BoundProblem:
         }
         for of, (shape, of_gradient) in self.gradients.specs.items() if self.gradients else ():
             results[gradient_name(of)] = View.dense(gradient_name(of), shape, of_gradient, device)
-        table = expected_arrays(self.problem.q, self.problem.k, self.problem.v)
+        table = Expected.of_call(self.problem.q, self.problem.k, self.problem.v)
         for name in ("out", "dq", "dk", "dv"):
             if name in results and name in views and name in self.result_names:
                 expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)

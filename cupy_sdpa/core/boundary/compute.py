@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..problem.tensor_spec import dtype_name
-from .layouts import VECTORS, check_strides_of
+from .axes import Axes
+from .layouts import VECTORS
 
 #: The dtypes to compute in.
 COMPUTE_DTYPES = ("float16", "bfloat16")
@@ -53,7 +54,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
     for name, x in arrays.items():
         if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):
             continue
-        check_strides_of(name, x, written=name in results)
+        Axes.check_strides(name, x, written=name in results)
         if dtype_name(x.dtype) != dtype_name(own):  # of any byte order
             raise TypeError(
                 f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"

@@ -14,24 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar, get_args
 
-import numpy as np
-
 from .._typing import Layout
 from ..layout import AXES, default_is, default_layout, order
 from ..problem.arrays import CU_SEQLENS, ROW_STATS, SCORE_INPUTS, letters_of
 from ..problem.arrays import VECTORS as ARRAYS_WITH_HEAD_DIM
 from ..problem.problem import Problem
-from ..problem.tensor_spec import (
-    ITEMSIZE,
-    CallersAxes,
-    TensorSpec,
-    callers_axes,
-    density_obstacle,
-    order_obstacle,
-    stride_obstacle,
-)
-from ..problem.view import View, device_of
-from .read_array import as_int32, spec_of
+from ..problem.tensor_spec import CallersAxes, callers_axes
+from .read_array import as_int32
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,6 +40,11 @@ def check_layout(layout: Any) -> None:
             f"layout is {layout!r}; it must be one of {known}, or None for 'dhsb'. The letters are b batch, s seq, h heads, "
             "d head_dim, and t all positions of packed sequences"
         )
+
+
+def own_layout(axes: int) -> str:
+    """Return the layout of this package with a number of axes."""
+    return "dht" if axes == 3 else "dhsb"
 
 
 #: The options of packed sequences.
@@ -156,7 +150,7 @@ def to_own(name: str, array: Any, layout: str) -> Any:
         return array
     if name.partition("[")[0] not in VECTORS:
         return _reversed(name, array, shape, is_shape)
-    axes = order(_letters(name, layout, shape), _own(len(shape)))
+    axes = order(_letters(name, layout, shape), own_layout(len(shape)))
     return tuple(shape[axis] for axis in axes) if is_shape else array.transpose(axes)
 
 
@@ -164,7 +158,7 @@ def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any
     """Return a view of a result in the caller's C-order layout. ``axes`` is the rank of the bias, for its gradient."""
     if name in VECTORS:
         # pages of keys are bshd
-        return array.transpose(order(_own(array.ndim), layout if len(layout) == array.ndim else "bshd"))
+        return array.transpose(order(own_layout(array.ndim), layout if len(layout) == array.ndim else "bshd"))
     found = array.T
     return found if axes is None else found[(0,) * (found.ndim - axes)]
 
@@ -211,56 +205,6 @@ def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]], *, unba
         _is_named.reset(named)
 
 
-#: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
-_OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
-#: The end of the message of an array on the CPU with the strides of another layout.
-_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and accepts any strides"
-
-
-def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
-    """Return why an array with a head dim is probably in another layout, or ""; a GPU itself rejects a head dim of 1."""
-    return stride_obstacle(spec, written=written) or ("" if on_gpu else order_obstacle(spec, written=written))
-
-
-def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None:
-    """Check that arrays without ``layout=`` are not in another layout, as far as their strides show it.
-
-    A GPU needs these strides, and planning rejects most other arrays; the remaining arrays, and arrays on the CPU, would be
-    read with the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
-    """
-    if layout is not None or is_named():
-        return
-    confirm = _OF_OPERATORS if on_gpu else _CONFIRM.format(_own(len(problem.q.shape)))
-    results = {spec.name for spec in problem.results}
-    for spec in problem.tensors:
-        obstacle = ""
-        if spec.name in VECTORS:
-            obstacle = _vector_obstacle(spec, on_gpu, spec.name in results)
-        elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
-            obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
-        if obstacle:
-            raise ValueError(f"{obstacle}{confirm}")
-
-
-def check_strides_of(
-    name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str | None = None
-) -> None:
-    """Check one array with a head dim, as :func:`check_strides` does; a call that copies arrays does this before parsing.
-
-    Other objects are not checked. ``required``: kernels need these strides even if the caller passed a layout. ``written``: the
-    array is a result. ``remedy`` ends the message. Default None: the ending of :func:`check_strides`.
-    """
-    on_gpu = device_of(array) is not None
-    if not (on_gpu or isinstance(array, (np.ndarray, View))) or array.ndim not in (3, 4):
-        return
-    if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
-        spec = spec_of(name, array)
-        obstacle = _vector_obstacle(spec, on_gpu, written)
-        if obstacle and ((required and on_gpu) or not is_named()):
-            confirm = _OF_OPERATORS if on_gpu else _CONFIRM.format(_own(array.ndim))
-            raise ValueError(f"{obstacle}{confirm if remedy is None else remedy}")
-
-
 def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes in the layout of this package in the order of the caller's array, if ``unbatched`` without the batch axis."""
     places: Sequence[int] = range(len(axes))
@@ -269,7 +213,7 @@ def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequenc
     if layout and name not in VECTORS:
         places = places[::-1]
     elif layout:
-        places = order(_own(len(axes)), layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd")
+        places = order(own_layout(len(axes)), layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd")
     return tuple(axes[place] for place in places if not (unbatched and place == len(axes) - 1))
 
 
@@ -292,8 +236,3 @@ def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
         given = f"{name} has {len(shape)} axes {tuple(shape)}"
         raise ValueError(f"{given}; with layout={layout!r} it must have {len(layout)}: ({wanted}). {hint}")
     return layout
-
-
-def _own(axes: int) -> str:
-    """Return the layout of this package with a number of axes."""
-    return "dht" if axes == 3 else "dhsb"

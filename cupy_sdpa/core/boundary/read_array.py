@@ -53,18 +53,23 @@ def tensor_name(name: str) -> str:
     return f"tensors[{name!r}]"
 
 
-def read_array(name: str, array: Any) -> Any:
+def read_array(name: str, array: Any, *, integers: bool = False) -> Any:
     """Check that an argument is an array of numpy or CuPy, or a view, and return it; lists of lengths become int32 arrays.
+
+    Args:
+        name, array: the argument.
+        integers: whether a list of integers and an int64 array become int32. Options such as ``seq_lens_kv`` do in any case.
 
     Raises:
         TypeError: it is not an array; the message says how to convert it.
+        ValueError: a list has rows of several lengths, or integers of more than 32 bits.
 
     >>> read_array("seq_lens_kv", [3, 5])
     array([3, 5], dtype=int32)
     """
     if isinstance(array, View):
         return array
-    if name in INT32:
+    if integers or name in INT32:
         array = as_int32(name, array)
     # the elements of a subclass of ndarray, such as a masked array, may mean something else
     if type(array) in (np.ndarray, np.memmap, InterpretedArray):
@@ -229,21 +234,24 @@ def check_separate(results: Iterable[str], arrays: Mapping[str, Any]) -> None:
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
     """Check the dtypes and shapes of arrays that are not part of a problem; missing arrays (None) are skipped.
 
-    On the CPU, the values of lengths and offsets are also checked (:attr:`.Expected.most`).
+    All arrays must be on one device, including those of which nothing is expected. On the CPU, the values of lengths and
+    offsets are also checked (:attr:`.Expected.most`).
 
     Raises:
-        TypeError: an argument is not an array, or has the wrong dtype.
-        ValueError: an array has the wrong shape or values that are too large, or is read-only although the call writes it.
+        TypeError: an argument is not an array, or has the wrong dtype; or arrays of numpy and CuPy are mixed.
+        ValueError: an array has the wrong shape or values that are too large, or is read-only although the call writes it; or
+            arrays are on different devices.
 
     >>> check_arrays([Expected("weights", (4, 2), "float32", "(S, H)")], {"weights": np.zeros((4, 3), np.float32)})
     Traceback (most recent call last):
     ValueError: weights has shape (4, 3); it must be (4, 2), (S, H)
     """
     passed = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
-    checked = [one for one in expected if one.name in passed]
-    if checked:
+    if passed:
         arrays_on_gpu(passed)
-    for one in checked:
+    for one in expected:
+        if one.name not in passed:
+            continue
         check_spec(spec_of(one.name, passed[one.name]), one)
         one.check_elements(passed[one.name])
         if one.writable:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 
 from ..problem.arrays import SEEDS
-from ..problem.problem import Problem, row_stats_dtype
-from ..problem.tensor_spec import FP8_LARGEST
+from ..problem.problem import Problem
+from ..problem.tensor_spec import FP8_LARGEST, row_stats_dtype
 from .nodes import WEIGHTS, Bernoulli, Graph, GraphBuilder, Shape, Tensor
 from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, GraphOperands, operand
 from .scores import Scores, partial_tiles

@@ -268,25 +268,6 @@ class Problem:
 _FIELDS = tuple(f.name for f in dataclasses.fields(Problem) if f.init)
 
 
-def row_stats_dtype(dtype: object) -> str:
-    """Return the dtype of the row statistics for a compute dtype: float32, or float64 for float64.
-
-    >>> row_stats_dtype("bfloat16"), row_stats_dtype("float64")
-    ('float32', 'float64')
-    """
-    return "float64" if dtype == "float64" else "float32"
-
-
-def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
-
-    >>> row_stats_shape((64, 8, 100, 2)), row_stats_shape((64, 8, 100))
-    ((100, 8, 2), (8, 100))
-    """
-    _, heads, length, *batch = queries
-    return (length, heads, *batch) if batch else (heads, length)
-
-
 def writes_dq_directly(problem: Problem) -> bool:
     """True if dq is the result of one matmul instead of a sum in scratch memory.
 

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from .arrays import ARRAYS, ArrayRow
+
 #: The dtypes of q, k and v.
 FloatDtype = Literal["float16", "bfloat16", "float32", "float64"]
 FLOAT_DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
@@ -166,6 +168,32 @@ def legend_in_callers_axes(name: str, legend: str) -> str:
     return f"({', '.join(letter.strip() for letter in axes)}{',' * (len(axes) == 1)}){rest}"
 
 
+def row_stats_dtype(dtype: object) -> str:
+    """Return the dtype of the row statistics for a compute dtype: float32, or float64 for float64.
+
+    >>> row_stats_dtype("bfloat16"), row_stats_dtype("float64")
+    ('float32', 'float64')
+    """
+    return "float64" if dtype == "float64" else "float32"
+
+
+def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
+
+    >>> row_stats_shape((64, 8, 100, 2)), row_stats_shape((64, 8, 100))
+    ((100, 8, 2), (8, 100))
+    """
+    _, heads, length, *batch = queries
+    return (length, heads, *batch) if batch else (heads, length)
+
+
+#: The arrays whose shapes and dtypes follow from q, k and v.
+_OF_CALL = tuple(
+    name for name, row in ARRAYS.items()
+    if row.of in ("q", "k", "v") or name in ("out", "dout") or row.dtype in ("statistics", "float32 or wider")
+)  # fmt: skip
+
+
 class Expected(NamedTuple):
     """The dtype and shape that an array must have.
 
@@ -188,6 +216,38 @@ class Expected(NamedTuple):
     legend: str
     writable: bool = False
     most: int | None = None
+
+    @classmethod
+    def of_call(
+        cls, q: Any, k: Any, v: Any, *, given: Mapping[str, Any] | None = None, computed: Any = None
+    ) -> dict[str, Expected]:
+        """Return what a call's other arrays must be, by name: the results, the backward pass's inputs, and some options.
+
+        Row statistics are float32, or float64 if the call computes in float64; sinks and slopes are float32. For float64 arrays
+        they may have either dtype: the dtype of the array in ``given``. ``computed`` is the dtype to compute in; None: q's.
+
+        >>> q = np.zeros((8, 4, 3, 1), np.float16)
+        >>> Expected.of_call(q, q, q)["stats"]
+        Expected(name='stats', shape=(3, 4, 1), dtype='float32', legend='(Sq, Hq, B)', writable=False, most=None)
+        """
+        inputs = {"q": q, "k": k, "v": v}
+        dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
+        packed = len(q.shape) == 3
+        sizes = dict(zip(ARRAYS["q"].packed if packed else ARRAYS["q"].letters, q.shape, strict=False)) | {"Dv": v.shape[0]}
+        wide = row_stats_dtype(dtypes["q"] if computed is None else computed)
+        of_rows = {"statistics": wide, "float32 or wider": "float32"}
+
+        def expected(row: ArrayRow) -> Expected:
+            if row.of:
+                return cls(row.name, inputs[row.of].shape, dtypes[row.of], f"the shape and dtype of {row.of}")
+            shape = tuple(map(sizes.__getitem__, row.packed if packed else row.letters))
+            own = getattr((given or {}).get(row.name), "dtype", None)
+            if row.dtype not in of_rows:
+                return cls(row.name, shape, dtypes["q"], f"{row.legend(packed=packed)}, the dtype of q")
+            either = wide == "float64" and own in ("float32", "float64")  # calls that compute in float64 take both
+            return cls(row.name, shape, str(own) if either else of_rows[row.dtype], row.legend(packed=packed))
+
+        return {name: expected(ARRAYS[name]) for name in _OF_CALL}
 
     def check_elements(self, array: Any) -> None:
         """Check the values of lengths or offsets, on the CPU only: reading them from the GPU would synchronize.

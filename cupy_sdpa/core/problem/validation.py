@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from ..errors import Unsupported
 from ..options.table import OF_DIAGONAL, Settings
 from ..score_fn.expression import EMPTY_EXPRESSION
-from .arrays import ARRAYS, CU_SEQLENS, FP8_FACTORS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SCORE_INPUTS, ArrayRow
-from .problem import Problem, row_stats_dtype
+from .arrays import ARRAYS, CU_SEQLENS, FP8_FACTORS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SCORE_INPUTS
+from .problem import Problem
 from .split import obstacle
 from .tensor_spec import (
     FLOAT_DTYPES,
@@ -25,10 +25,10 @@ from .tensor_spec import (
     check_equal,
     check_spec,
     dense_spec,
-    dtype_name,
     has_callers_axes,
     in_callers_axes,
     legend_in_callers_axes,
+    row_stats_dtype,
     shown_shape,
 )
 
@@ -287,7 +287,7 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     """Check the arrays of the options."""
     _, _, hq, _, sq, skv, b = problem.sizes
     scores, sizes = (skv, sq, hq, b), {"B": b, "1": 1}
-    table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
+    table = Expected.of_call(problem.q, problem.k, problem.v, given=arrays)
     for name in (*OPTION_ARRAYS, *FP8_FACTORS):
         row = ARRAYS[name]
         if name not in arrays or name in SCORE_INPUTS or row.letters in (("P", "B"), ("B+1",)):
@@ -329,44 +329,9 @@ def _scores_of_repeated_bias(bias: TensorSpec, repeats: int, problem: Problem) -
     return skv, sq, hq, b // repeats
 
 
-#: The arrays whose shapes and dtypes follow from q, k and v.
-_OF_SHAPES = tuple(
-    name for name, row in ARRAYS.items()
-    if row.of in ("q", "k", "v") or name in ("out", "dout") or row.dtype in ("statistics", "float32 or wider")
-)  # fmt: skip
-
-
-def expected_arrays(
-    q: Any, k: Any, v: Any, *, given: Mapping[str, Any] | None = None, computed: Any = None
-) -> dict[str, Expected]:
-    """Return what a call's other arrays must be, by name: the results, the backward pass's inputs, and some options.
-
-    The row statistics have :func:`row_stats_dtype`, sinks and slopes are float32. For float64 arrays they may have either
-    dtype: the dtype of the array in ``given``. ``computed`` is the dtype to compute in, by default q's.
-    """
-    inputs = {"q": q, "k": k, "v": v}
-    dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
-    packed = len(q.shape) == 3
-    sizes = dict(zip(ARRAYS["q"].packed if packed else ARRAYS["q"].letters, q.shape, strict=False)) | {"Dv": v.shape[0]}
-    wide = row_stats_dtype(dtypes["q"] if computed is None else computed)
-    of_rows = {"statistics": wide, "float32 or wider": "float32"}
-
-    def expected(row: ArrayRow) -> Expected:
-        if row.of:
-            return Expected(row.name, inputs[row.of].shape, dtypes[row.of], f"the shape and dtype of {row.of}")
-        shape = tuple(map(sizes.__getitem__, row.packed if packed else row.letters))
-        own = getattr((given or {}).get(row.name), "dtype", None)
-        if row.dtype not in of_rows:
-            return Expected(row.name, shape, dtypes["q"], f"{row.legend(packed=packed)}, the dtype of q")
-        either = wide == "float64" and own in ("float32", "float64")  # calls that compute in float64 take both
-        return Expected(row.name, shape, str(own) if either else of_rows[row.dtype], row.legend(packed=packed))
-
-    return {name: expected(ARRAYS[name]) for name in _OF_SHAPES}
-
-
 def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """Yield the results of a forward pass; or the additional inputs and the results of a backward pass."""
-    table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
+    table = Expected.of_call(problem.q, problem.k, problem.v, given=arrays)
     stats, out = table["stats"], table["out"]
     if not requested.backward:
         yield out._replace(dtype=requested.out_dtype or out.dtype, writable=True)

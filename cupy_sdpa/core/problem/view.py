@@ -11,7 +11,16 @@ import numpy as np
 
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
-from .tensor_spec import TensorSpec, alignment_of, byte_range, dense_strides, dtype_name, make_spec
+from .tensor_spec import (
+    TensorSpec,
+    alignment_of,
+    byte_range,
+    dense_strides,
+    dtype_name,
+    make_spec,
+    row_stats_dtype,
+    row_stats_shape,
+)
 
 
 class Storage(NamedTuple):
@@ -72,6 +81,19 @@ class View:
         """Return the view of a whole array in Fortran order."""
         dtype = np.dtype(dtype)
         return cls(Storage(name, 16, device), dtype, tuple(shape), dense_strides(tuple(shape), dtype.itemsize))
+
+    @classmethod
+    def row_stats(cls, name: str, q: Any, dtype: Any = None) -> View:
+        """Return the view of a whole array with one number for each row of scores, such as the log-sum-exp.
+
+        It is float64 if the dtype to compute in, by default q's, is float64; otherwise float32.
+
+        >>> stats = View.row_stats("stats", View.dense("q", (64, 8, 100, 2), np.float16, None))
+        >>> stats.shape, stats.dtype
+        ((100, 8, 2), dtype('float32'))
+        """
+        kind = row_stats_dtype(q.dtype if dtype is None else dtype)
+        return cls.dense(name, row_stats_shape(q.shape), kind, q.storage.device)
 
     def spec(self, name: str) -> TensorSpec:
         """Return what a problem depends on, if the view is its array of this name."""

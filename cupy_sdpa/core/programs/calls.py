@@ -22,7 +22,6 @@ from ..boundary.options import check_names
 from ..boundary.read_array import INT32, as_int32, read_array
 from ..boundary.user_functions import kept_options
 from ..hooks import split_options
-from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View, device_of
 from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey
@@ -351,8 +350,9 @@ def _with_missing(arrays: dict[str, Any], names: Collection[str]) -> tuple[Any, 
     q, k, v = (read_array(name, arrays[name]) for name in "qkv")
     if not all(x.ndim in (3, 4) for x in (q, k, v)):
         read_forward(q, k, v, {})  # raises
-    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "stats": row_stats_shape(q.shape)}
-    shapes["out"] = (v.shape[0], *q.shape[1:])
-    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(row_stats_dtype(q.dtype))}
-    views = {name: View.dense(name, shapes[like], dtypes[like], device_of(q)) for name, like in missing.items()}
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:])}
+    views = {
+        name: View.row_stats(name, View.of("q", q)) if like == "stats"
+        else View.dense(name, shapes[like], q.dtype, device_of(q)) for name, like in missing.items()
+    }  # fmt: skip
     return tuple((arrays | views).values())

@@ -11,17 +11,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..boundary.arguments import read_backward, read_forward
+from ..boundary.axes import Axes
 from ..boundary.compute import check_converted
-from ..boundary.layouts import check_strides_of
 from ..boundary.read_array import check_arrays as check_specs
 from ..boundary.read_array import read_arrays, tensor_name
 from ..boundary.read_options import ReadOptions, check_option_names, read_options
 from ..boundary.user_functions import Gradients, kept_options
 from ..hooks import split_options
 from ..problem.arrays import KEPT
-from ..problem.problem import row_stats_dtype, row_stats_shape
-from ..problem.tensor_spec import dtype_name, numpy_dtype
-from ..problem.validation import expected_arrays
+from ..problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..problem.view import View
 from ..replay.call_key import CallKey
 from .executor import ReadCall, composed, is_any_array
@@ -128,7 +126,7 @@ def _read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callab
     from .stats_gradient import refusal
 
     q, k, v = (views[name] for name in "qkv")
-    table = expected_arrays(q, k, v, given=views, computed=dtype)
+    table = Expected.of_call(q, k, v, given=views, computed=dtype)
     check_specs([table["dstats"]], {"q": q, "dstats": views["dstats"]})
     return functools.partial(refusal, q.shape[0], v.shape[0], alone=views.get("dout") is None)
 
@@ -145,7 +143,7 @@ def _read_operands(key: CallKey, results: Sequence[str], result: Any) -> Operand
     of_call = {name: views.get(name) for name in key.names}
     if layer_option is not None:
         for name in "qkv":
-            check_strides_of(name, of_call[name], required=True)
+            Axes.check_strides(name, of_call[name], required=True)
         layer_option.module.check(layer_option.value, of_call, options)
         _check_arrays(of_call | {"sinks": options.get("sinks")}, results, dtype, result)
     return Operands(arrays, views, options)
@@ -156,13 +154,13 @@ def _check_arrays(given: Mapping[str, Any], results: Sequence[str], dtype: str |
 
     ``results``, ``dtype`` and ``result`` are as for :func:`_read_operands`.
     """
-    table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=None if dtype is None else "float32")
+    table = Expected.of_call(*(given[name] for name in "qkv"), given=given, computed=None if dtype is None else "float32")
     if result is not None:
         table |= {name: table[name]._replace(dtype=dtype_name(result)) for name in ("dout", "dq", "dk", "dv")}
     check_specs([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=True, written=name in results)
+            Axes.check_strides(name, given[name], required=True, written=name in results)
 
 
 def _results_of(
@@ -185,8 +183,7 @@ def _results_of(
         shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
         results = {name: View.dense(name, shape, own, q.storage.device) for name, shape in shapes.items()}
         if not gradients and ("stats" in views or flags.get("return_stats")):
-            of_rows = row_stats_dtype(dtype or q.dtype)
-            results["stats"] = View.dense("stats", row_stats_shape(q.shape), of_rows, q.storage.device)
+            results["stats"] = View.row_stats("stats", q, dtype)
         return (results | _of_scale(views) if requested else results), None
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     if gradients:

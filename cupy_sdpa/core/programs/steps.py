@@ -190,6 +190,11 @@ class Steps:
         self.sizes[view.storage.name] = view.nbytes
         return view
 
+    def temporary_stats(self, q: View) -> View:
+        """Return an array as :meth:`temporary`, with one number for each row of scores; see :meth:`.View.row_stats`."""
+        stats = View.row_stats("stats", q)
+        return self.temporary(stats.shape, stats.dtype)
+
     def temporary_of(self, spec: TensorSpec) -> View:
         """An array of a problem that only this program uses, see :meth:`temporary`."""
         return self.temporary(spec.shape, numpy_dtype(spec.dtype, on_gpu=self.on_gpu))
