@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..extend import Array, read_count, with_title
-from ..extend.arrays import NoArray
 from ..extend.functions import Recorded
 from . import segments
 from .block_size import (
@@ -40,6 +39,7 @@ from .evaluate import (
     evaluate_blocks,
     partial_blocks,
 )
+from .no_array import NoArray
 
 #: What :func:`numbers_of` returns for full and empty blocks, instead of the number of a partial block.
 ALL, NONE = -1, -2

@@ -5,14 +5,16 @@ The package's root registers a layer by the name of a module, which is imported 
 - :func:`register_option`: an option, such as ``block_mask``, whose value decides by which steps a pass is computed;
 - :func:`register_libraries`: types of arrays that belong to other libraries.
 
-Two more ways need no registration: an operation declares itself (:func:`.programs.calls.operation`), and an array type whose
-calls have their own programs, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``.
+Three more ways need no registration: an operation declares itself (:func:`.programs.calls.operation`); an array type whose
+calls have their own programs, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``; and a type that calls do not
+take as an array, such as :class:`cupy_sdpa.BlockMask`, has an attribute ``_not_an_array``: what to pass instead, the end of the
+error message.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 
@@ -49,6 +51,34 @@ class PassOption(NamedTuple):
     module: OptionModule
 
 
+class Library(Protocol):
+    """A library whose arrays callers pass to calls."""
+
+    @property
+    def name(self) -> str:
+        """The name of the library."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether arrays can be written to."""
+
+    @property
+    def stream(self) -> Callable[[int], int] | None:
+        """Returns the address of the library's current stream on a device, given by number.
+
+        None: the library has no such function, so calls use CuPy's current stream and return when their work is done.
+        """
+
+    def device(self, array: Any) -> int | None:
+        """Return the number of the GPU that has the library's array; None for an array in CPU memory."""
+
+    def share(self, name: str, array: Any) -> Any:
+        """Convert the library's array, passed as the argument ``name``, to a numpy or CuPy array."""
+
+    def returned(self, array: Any) -> Any:
+        """Convert a numpy or CuPy array to the library's array type."""
+
+
 #: The modules of options by name, and the modules that know types of arrays of other libraries.
 _options: dict[str, str] = {}
 _libraries: list[str] = []
@@ -60,7 +90,7 @@ def register_option(name: str, module: str) -> None:
 
 
 def register_libraries(module: str) -> None:
-    """Register a module with a function ``library_of_type``: it returns the :class:`.Library` of a type of arrays, or None."""
+    """Register a module with a function ``library_of_type``: it returns the :class:`Library` of a type of arrays, or None."""
     _libraries.append(module)
 
 
@@ -80,7 +110,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[PassOption | None, str | 
     return layer_option, dtype, others
 
 
-def registered_library(kind: type) -> Any:
+def registered_library(kind: type) -> Library | None:
     """Return the library of a type of arrays, from the registered modules; None if they do not know it."""
     modules = (importlib.import_module(name) for name in _libraries)
     return next((library for module in modules if (library := module.library_of_type(kind)) is not None), None)

@@ -1,20 +1,15 @@
-"""Work with a call's arrays: dtypes, problems, and arrays of other libraries.
+"""Work with a call's arrays: dtypes and problems.
 
 ========= ====================================================================================================================
 dtypes    rounded
-problems  Problem, NoArray
-libraries Library
+problems  Problem
 ========= ====================================================================================================================
 """
 
-from ..core.boundary.libraries import Library
-from ..core.boundary.read_array import NoArray
 from ..core.problem.problem import Problem
 from ..core.problem.tensor_spec import rounded
 
 __all__ = [
-    "Library",
-    "NoArray",
     "Problem",
     "rounded",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..block_masks.no_array import NoArray
 from ..extend import cupy_runtime, read_count
-from ..extend.arrays import NoArray
 from .nnlib_arrays import check_array, to_four_axes
 
 

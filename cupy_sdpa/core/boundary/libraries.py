@@ -6,46 +6,13 @@ Which types of arrays there are is registered (:mod:`.core.hooks`).
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..hooks import registered_library
+from ..hooks import Library, registered_library
 from ..runtime import cupy_runtime
-
-#: The device types of DLPack that numpy and CuPy share.
-_CPU, _CUDA = 1, 2
-
-
-class Library:
-    """A library whose arrays you can pass to calls. It shares arrays through DLPack; subclasses share them in other ways.
-
-    Attributes:
-        name: the name of the library.
-        writable: whether arrays can be written to.
-        stream: returns the address of the library's current stream on a device, given by number. None: the library has no such
-            function, so calls use CuPy's current stream and return when their work is done.
-    """
-
-    writable = True
-    stream: Callable[[int], int] | None = None
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def share(self, name: str, array: Any) -> Any:
-        """Convert the library's array, passed as the argument ``name``, to a numpy or CuPy array."""
-        return cupy_runtime.cupy().from_dlpack(array) if _is_on_gpu(array) else self.in_numpy(array)
-
-    def in_numpy(self, array: Any) -> Any:
-        """Convert the library's array, which is in CPU memory, to a numpy array."""
-        return np.from_dlpack(array)
-
-    def returned(self, array: Any) -> Any:
-        """Convert a numpy or CuPy array to the library's array type."""
-        return sys.modules[self.name].from_dlpack(array)
 
 
 def library_of(array: Any) -> Library | None:
@@ -105,23 +72,9 @@ def on_stream_of(library: Library, device: int) -> Iterator[None]:
 
 def sharing_stream(library: Library, array: Any) -> Any:
     """Return a context that shares arrays: CuPy uses the library's current stream on the device of one of its arrays."""
-    if library.stream is None or not _is_on_gpu(array):
+    if library.stream is None or (device := library.device(array)) is None:
         return contextlib.nullcontext()
-    _, device = array.__dlpack_device__()
-    return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(int(device)))
-
-
-def _is_on_gpu(array: Any) -> bool:
-    """True if an array of another library is in the memory of a GPU."""
-    if not hasattr(array, "__dlpack_device__"):
-        return hasattr(array, "__cuda_array_interface__")
-    kind, _ = array.__dlpack_device__()
-    if int(kind) not in (_CPU, _CUDA):
-        raise TypeError(
-            f"a {type(array).__module__}.{type(array).__qualname__} is on a device of DLPack type {int(kind)}; arrays must be "
-            "in the memory of the CPU (1) or of a CUDA GPU (2): copy it there"
-        )
-    return int(kind) == _CUDA
+    return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(device))
 
 
 class _Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -24,28 +24,6 @@ _REMEDIES = {
     "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
     **dict.fromkeys(INT32, "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')"),
 }
-
-
-class NoArray:
-    """Base of masks that are not arrays: operators and attributes of arrays raise an error that names the array of the mask.
-
-    Attributes:
-        _not_an_array: what to use instead; the end of the message.
-    """
-
-    _not_an_array: str
-    __array_ufunc__: Any
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(f"{in_words(self)} is not an array: {self._not_an_array}")
-
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __getitem__ = _refuse
-    __iter__ = __contains__ = __array_ufunc__ = _refuse
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_") or not hasattr(np.ndarray, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise AttributeError(f"{in_words(self)} is not an array, and has no attribute {name}: {self._not_an_array}")
 
 
 def tensor_name(name: str) -> str:

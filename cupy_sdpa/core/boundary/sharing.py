@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from ..hooks import Library
 from ..problem.arrays import CU_SEQLENS
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
 from .engine import interpreted, read_engine
-from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
+from .libraries import kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
 
 
 class Sharing:
