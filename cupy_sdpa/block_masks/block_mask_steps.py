@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..extend import Builder, Constant, Parts, View, merge_parts
-from ..extend.kernels import Sources
 from ..extend.options import ReadOptions
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
@@ -165,9 +164,9 @@ def sequences(copies: View) -> View:
 
 
 def blocks(array: View) -> View:
-    """Packed sequences ``(D, H, BLOCK n)`` as blocks ``(D, H, BLOCK, n)``."""
+    """Packed sequences ``(D, H, BLOCK n)`` as blocks ``(D, H, BLOCK, 1, n)``."""
     d, heads, total = array.shape
-    return array.reshape((d, heads, BLOCK, total // BLOCK), order="F")
+    return array.reshape((d, heads, BLOCK, 1, total // BLOCK), order="F")
 
 
 # The two passes
@@ -337,10 +336,10 @@ def _attend_blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
             results = {"out": sequences(copies)[..., own], "stats": copied_stats[..., own]}
             parts.attend("blocks", {"q": queries, **pages, **results}, given)
             begin = own.stop
-        offsets, numbers = parts.constants(("sources",), lambda: (tables.offsets, tables.parts))
+        listed = parts.constants(("sources",), lambda: (tables.offsets, tables.parts))
         of_copies = copied_stats.reshape((heads, BLOCK, 1, count), order="F").transpose(1, 0, 2, 3)
         merged = [] if base is None else [Parts(target[..., None], base[..., None])]
-        merged.append(Parts(copies[:, :, :, None], of_copies, sources=Sources(BLOCK, offsets, numbers, groups)))
+        merged.append(Parts(copies[:, :, :, None], of_copies, sources=listed))
         builder.run(merge_parts, merged, target, stats, sinks, writes=[x for x in (target, stats) if x is not None])
     elif stats is not None and base is not None:
         builder.copy(stats, base)
@@ -434,7 +433,7 @@ def _sum_of_copies(
         from_q, from_kv = end_q, end_kv
     for name in _results(arrays):
         of = keys if name in KEY_ARRAYS else queries
-        builder.run(sum_blocks, of.sources, blocks(copies[name]), arrays[name], writes=(arrays[name],))
+        builder.run(sum_blocks, Parts(blocks(copies[name]), None, sources=of.sources), arrays[name], writes=(arrays[name],))
 
 
 class _CopiedBlocks:
@@ -444,5 +443,4 @@ class _CopiedBlocks:
         every, axis = np.concatenate(items), 0 if name == "keys" else 1
         key, number = ("rectangles", name), parts.mask.kinds.shape[axis]
         self.items, self.heads = parts.constant((*key, "items"), np.asarray, every), heads
-        places = parts.constants((*key, "sources"), sources, every, number, groups, parts.sizes.batch)
-        self.sources = Sources(BLOCK, places[0], places[1], groups)
+        self.sources = parts.constants((*key, "sources"), sources, every, number, groups, parts.sizes.batch)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
-from ..extend.kernels import UNITS, Sources
+from ..extend import TYPES, Parts, Struct, cuda_kernel, cupy_runtime, dtype_name
+from ..extend.kernels import UNITS
 
 #: The number of queries in a block, which is also its number of keys.
 BLOCK = 128
@@ -85,32 +85,30 @@ def _copy_kernel(unit: int, of_stats: bool) -> str:
         }}"""
 
 
-def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
+def sum_blocks(parts: Parts, out: Any) -> None:
     """Write the sums of copies to the blocks of ``out``, in float32 and a fixed order; 0 for blocks without copies. One launch.
 
     Args:
-        sources: the copies of every block.
-        copies: ``(D, H / groups, BLOCK, n)``, dense, with the dtype of ``out``.
+        parts: copies ``(D, H / groups, BLOCK, 1, n)``, dense, with the dtype of ``out``, and their sources; no statistics.
         out: ``(D, H, S, B)``, whose first axis is contiguous, written.
     """
+    copies = parts.out[:, :, :, 0]
     if not cupy_runtime.is_array(out):
         dtype = np.result_type(np.float32, out.dtype)
-        for (heads, rows, b), numbers in sources.blocks_of(out):
+        for (heads, rows, b), numbers in parts.blocks_of(out):
             total = np.zeros_like(out[:, heads, rows, b], dtype)
             for n in numbers:
                 total += copies[:, :, : rows.stop - rows.start, n, None]
             out[:, heads, rows, b] = total
         return
     if out.size:
-        d, heads, rows, batch = out.shape
+        (d, heads, rows, batch), of_group = out.shape, copies.shape[1]
         unit = next(unit for unit in UNITS if _is_vector(out, unit) and _is_vector(copies, unit))
         vector = max(unit // out.itemsize, 1)
         columns = max(1, min(d // vector, 32))
-        blocks, block_rows = -(-rows // BLOCK), THREADS // columns
-        grid = (blocks * sources.groups * batch, heads // sources.groups, -(-BLOCK // block_rows))
-        arguments = _SUM(
-            d, heads // sources.groups, blocks, sources.groups, sources.offsets, sources.parts, _rows_of(copies), _rows_of(out)
-        )
+        blocks, groups, block_rows = -(-rows // BLOCK), heads // of_group, THREADS // columns
+        grid = (blocks * groups * batch, of_group, -(-BLOCK // block_rows))
+        arguments = _SUM(d, of_group, blocks, groups, *parts.sources, _rows_of(copies), _rows_of(out))
         _sum_blocks_kernel(dtype_name(out.dtype), vector)(grid, (columns, block_rows), (arguments,))
 
 

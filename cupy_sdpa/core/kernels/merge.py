@@ -21,30 +21,6 @@ _UNROLL, _MAX_SLOTS = 8, 8
 _MAX_COLUMNS, _THREADS = 32, 128
 
 
-class Sources(NamedTuple):
-    """Which copies make up each block of a result's rows.
-
-    Attributes:
-        block: the number of rows of a block.
-        offsets, parts: int32. The copies ``parts[offsets[t] : offsets[t + 1]]`` make up block t; t numbers (block, group of
-            heads, batch item), with the block fastest.
-        groups: the number of groups of heads.
-    """
-
-    block: int
-    offsets: Any
-    parts: Any
-    groups: int
-
-    def blocks_of(self, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
-        """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
-        _, heads, rows, batch = out.shape
-        size, blocks, per_group = self.block, -(-rows // self.block), heads // self.groups
-        for t, (b, g, i) in enumerate(np.ndindex(batch, self.groups, blocks)):
-            place = slice(g * per_group, (g + 1) * per_group), slice(i * size, min((i + 1) * size, rows)), slice(b, b + 1)
-            yield place, self.parts[self.offsets[t] : self.offsets[t + 1]]
-
-
 class Parts(NamedTuple):
     """Partial results with equal strides; any strides are allowed.
 
@@ -53,8 +29,10 @@ class Parts(NamedTuple):
         stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
         totals: None, or on the GPU float32 with the strides of ``stats``. With totals, ``stats`` is the highest score m of each
             row, and totals is the sum of ``exp(score - m)``: a single log-sum-exp in float32 has fewer digits.
-        sources: None, or a list of the parts of each row of the result. The parts are then C copies of blocks,
-            ``(Dv, H / groups, block, 1, C)``, without totals. Only the last group can have sources.
+        sources: None, or which of the parts each row of the result has, as offsets and numbers, int32. The parts are then C
+            copies of blocks of rows, ``(Dv, H / groups, block, 1, C)``, without totals. The copies
+            ``numbers[offsets[t] : offsets[t + 1]]`` make up block t; t numbers (block, group of heads, batch item), with the
+            block fastest. Only the last group of parts can have sources.
 
     Example: :func:`merge_parts`.
     """
@@ -62,7 +40,15 @@ class Parts(NamedTuple):
     out: Any
     stats: Any
     totals: Any = None
-    sources: Sources | None = None
+    sources: Any = None
+
+    def blocks_of(self, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
+        """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
+        (offsets, numbers), (_, of_group, block, *_), (_, heads, rows, batch) = self.sources, self.out.shape, out.shape
+        blocks = itertools.product(range(batch), range(0, heads, of_group or 1), range(0, rows, block))
+        for t, (b, h, s) in enumerate(blocks):
+            place = slice(h, h + of_group), slice(s, min(s + block, rows)), slice(b, b + 1)
+            yield place, numbers[offsets[t] : offsets[t + 1]]
 
 
 class Factors(NamedTuple):
@@ -135,15 +121,15 @@ def merge_parts(
 
 def _blocks_on_cpu(groups: Sequence[Parts], out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Sequence[Parts]]]:
     """Yield the blocks of a result, each with its parts: a single block of all rows unless the last group has sources."""
-    *of_all, (copies, scores, _, sources) = groups
-    if sources is None:
+    *of_all, last = groups
+    if last.sources is None:
         yield (slice(None), slice(None), slice(None)), groups
         return
-    for place, numbers in sources.blocks_of(out):
+    for place, numbers in last.blocks_of(out):
         heads, rows, b = place
         count = rows.stop - rows.start
         of_block = [Parts(x.out[:, heads, rows, b], x.stats[rows, heads, b]) for x in of_all]
-        yield place, [*of_block, Parts(copies[:, :, :count, :, numbers], scores[:count, :, :, numbers])]
+        yield place, [*of_block, Parts(last.out[:, :, :count, :, numbers], last.stats[:count, :, :, numbers])]
 
 
 def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
@@ -201,14 +187,16 @@ def _merge_on_gpu(
         parts, width, heads, queries, rows, out, *out.strides, *((0,) * 4 if stats is None else (stats, *stats.strides)),
         *((0, 0) if sinks is None else (sinks, *sinks.strides)), lengths, *(factors[1:] if factors else (None,) * 3), totals,
     ]  # fmt: skip
+    block = 0
     if sources is None:
         target += [0] * 5
     else:
+        _, of_group, block, *_ = groups[-1].out.shape
         is_in_place = any(group.out.data.ptr == out.data.ptr for group in of_all)
-        target += [len(of_all), sources.offsets, sources.parts, heads // sources.groups, int(is_in_place)]
+        target += [len(of_all), *sources, of_group, int(is_in_place)]
     given = [(x.out.shape[4], x.out, *x.out.strides, x.stats, *x.stats.strides, x.totals) for x in groups]
     of_parts, of_out = (factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype))
-    kernel = _merge_kernel(of_parts, of_out, vector, groups[0].totals is not None, sources.block if sources else 0)
+    kernel = _merge_kernel(of_parts, of_out, vector, groups[0].totals is not None, block)
     kernel(grid, (columns, block_rows, slots), (_ARGUMENTS(target, given),))
 
 
