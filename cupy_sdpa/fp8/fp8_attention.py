@@ -29,14 +29,11 @@ from ..extend import (
     takes_options,
 )
 from ..extend.options import Options
-from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
-from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
+from .fp8_passes import FACTORS, MEAN, OUTPUTS, backward, forward, keep_in_fp8, mean_shape, read_results
 from .quantize import SOURCES, check_dtypes, check_source
 
-#: The dtypes other than FP8 in which the engine may write an output.
-_OUTPUTS = ("float16", "bfloat16")
 #: The end of the message of an array that is not an FP8 array.
 _ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
 #: The names of a call's arrays and results.
@@ -170,13 +167,13 @@ class _Request(NamedTuple):
             check_source(views["q"], views.get("seq_lens_q"))
         out_dtype, dtype = _dtype_of(self.q) if self.converts else self.out_dtype, self.k.dtype
         of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": self.return_stats}
-        writes = _writes(out_dtype, arrays["k"], converts=self.converts)
         inner = {name: view for name, view in views.items() if name != "out"}
         on_gpu = views["k"].storage.device is not None
         of_results = numpy_dtype(out_dtype or dtype, on_gpu=on_gpu)
-        results = read_results(inner, views, of_results, out_dtype=out_dtype if writes else None, **of_call)
+        results = read_results(inner, views, of_results, out_dtype=out_dtype if out_dtype in OUTPUTS else None, **of_call)
         amax = {"amax_out": results.pop("amax_out")}
         results |= amax if self.return_amax else {}  # the last one
+        writes = None if self.converts else True  # without a conversion the engine must write the output, or raises Unsupported
         of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
         return composed(key, arrays, views, results, functools.partial(forward, **of_call))
 
@@ -227,15 +224,6 @@ def _fp8_call(
 
 #: The call of :func:`cupy_sdpa.attention` of arrays of this type.
 Fp8Array._call_of = staticmethod(_fp8_call)
-
-
-def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
-    """True if the engine writes an output of a dtype; without a conversion it must, or raises Unsupported."""
-    if out_dtype is None or not converts:
-        return True
-    if out_dtype not in _OUTPUTS:
-        return False
-    return not cupy_runtime.is_array(like) or writes_16_bits(cupy_runtime.capability(like.data.device_id))
 
 
 def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:
@@ -345,7 +333,7 @@ def _check_fp8_call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtyp
         raise ValueError("v.rotated is True; the rotation of v would remain in the output: quantize v without rotate")
     if k.rotated:
         _check_axes({"k": k} if converts else {"q": q, "k": k}, options)
-    if out_dtype is not None and out_dtype not in _OUTPUTS:
+    if out_dtype is not None and out_dtype not in OUTPUTS:
         raise TypeError(f"out_dtype is {out_dtype!r}; it must be 'float16' or 'bfloat16', or None for {dtype}")
     if out_dtype is not None and out_scale is not None:
         raise ValueError(f"out_scale is for FP8 outputs, and out_dtype is {out_dtype!r}: omit one of them")

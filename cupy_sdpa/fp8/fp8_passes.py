@@ -14,6 +14,8 @@ from ..extend.calls import read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
 
+#: The dtypes other than FP8 in which the engine may write an output.
+OUTPUTS = ("float16", "bfloat16")
 #: The factors of a call's arrays.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
 #: What is passed for values whose mean was subtracted: the mean, and their scale.
@@ -91,7 +93,7 @@ def forward(
     dtype: str,
     rotated: bool,
     out_dtype: str | None,
-    writes_out: bool,
+    writes_out: bool | None,
     return_stats: Any,
 ) -> None:
     """Add the steps of the forward pass.
@@ -104,8 +106,11 @@ def forward(
         dtype: the FP8 dtype.
         rotated: whether k is rotated, so that q must be rotated when it is converted.
         out_dtype: the dtype of the output; None for FP8.
-        writes_out: whether the engine itself writes an output that is not FP8; otherwise a step converts the output.
+        writes_out: whether the engine itself writes an output that is not FP8; otherwise a step converts the output. None:
+            wherever the engine can.
     """
+    if writes_out is None:
+        writes_out = out_dtype in OUTPUTS and builder.writes_16_bits
     given: dict[str, Any] = {**views}
     if "descale_q" not in given:
         parts = [fp8_kernels.rotation_of(given["q"].shape[0]) if rotated else 1]

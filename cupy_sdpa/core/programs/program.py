@@ -17,6 +17,8 @@ from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, Fill
 from ..boundary.read_options import ReadOptions
 from ..problem.view import View
+from ..runtime import cupy_runtime
+from ..support.rules import writes_16_bits
 from . import attention_steps
 from .binding import Bindings
 from .steps import Attend, Check, Constant, ProgramStep, Steps, join_of
@@ -156,6 +158,11 @@ class Builder(Steps):
         from .pass_steps import in_dtype
 
         return in_dtype(self, arrays, dtype, results)
+
+    @property
+    def writes_16_bits(self) -> bool:
+        """Whether the engine writes outputs of FP8 arrays in 16 bits; otherwise only in FP8."""
+        return self.device is None or writes_16_bits(cupy_runtime.capability(self.device))
 
     def call(self, name: str, call: BoundProblem) -> None:
         """Add a call that was read from views. Results without a view are temporary."""

@@ -317,7 +317,7 @@ RULES: tuple[Rule, ...] = (
     Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported,
          when(lambda p: p.fp8 and p.out.dtype != p.dtype,
               "out_dtype is {p.out.dtype}; compute capability {gpu} writes the output of FP8 arrays in FP8: omit out_dtype, "
-              "and convert the result with its method dequantize", _NOT_BLACKWELL)),
+              "and convert the result with its method dequantize", [gpu for gpu in _ANY if not writes_16_bits(gpu)])),
     Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported,
          when(lambda p: p.fp8 and _is_one_query(p), "there is one query; on compute capability {gpu} FP8 needs two or more: "
               "pass the query twice, or pass bfloat16 arrays", _NOT_BLACKWELL)),
