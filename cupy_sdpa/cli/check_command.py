@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import CudnnError, __version__
 from ..extend import cupy_runtime
-from ..extend.cudnn import InstalledCudnn
+from ..extend.cudnn import Cudnn
 from . import machine
 from .console import CommandError, StatusLine, brief, command_errors, counted, one_line, output_file, positive, print_labeled
 
@@ -244,7 +244,7 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
         if engine == "gpu":
             if reasons:
                 raise CommandError(f"--engine gpu cannot run here: {one_line('; '.join(reasons))}")
-            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {InstalledCudnn().version}")
+            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {Cudnn.installed().version}")
         elif engine == "cpu":
             print_labeled("tests", f"the CPU engine, numpy {np.__version__}")
         elif engine == "cupy":
@@ -255,7 +255,7 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
             if reason := _planning_obstacle():
                 print_labeled("untested", f"planning: {reason}")
                 continue
-            print_labeled("tests", f"planning for described GPUs, cuDNN {InstalledCudnn().version}")
+            print_labeled("tests", f"planning for described GPUs, cuDNN {Cudnn.installed().version}")
         engines.append(engine)
     if not engines:
         raise CommandError("no engine can be tested here")
@@ -286,7 +286,7 @@ def versions() -> dict[str, Any]:
     """Return the versions in the report."""
     cupy = machine.imported("cupy")
     try:
-        cudnn = InstalledCudnn().version
+        cudnn = Cudnn.installed().version
     except CudnnError:
         cudnn = "not found"
     gpus = machine.gpus() if isinstance(cupy, ModuleType) and machine.no_gpu() is None else []

@@ -9,7 +9,7 @@ from typing import Any
 from .. import CudnnError, Problem, Report
 from .. import explain as explained
 from ..extend import cupy_runtime
-from ..extend.cudnn import SupportTable
+from ..extend.cudnn import Cudnn
 from . import problem_options
 from .console import CommandError, add_json, command_errors, one_line, print_wrapped, result, working
 
@@ -33,12 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("queries", type=problem_options.shape, metavar="D,Hq,Sq,B", help="the shape of q")
     problem_options.add_options(parser)
     parser.add_argument("--backward", action="store_true", help="the backward pass")
-    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(SupportTable.GPUS)}, or a file (default: the current GPU)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(Cudnn.GPUS)}, or a file (default: the current GPU)")
     parser.add_argument(
         "--cudnn",
         metavar="VERSION",
         help="with --gpu: the cuDNN version (default: the installed one; without cuDNN "
-        f"{SupportTable().version} of the support table, and the report says so)",
+        f"{Cudnn().version} of the support table, and the report says so)",
     )
     parser.add_argument("--steps", action="store_true", help="also print the steps of the graph")
     add_json(parser)
@@ -66,7 +66,7 @@ def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     except CudnnError as error:
         if gpu is None or cudnn is not None:
             raise
-        report = explained(problem, gpu=gpu, cudnn=SupportTable().version)
+        report = explained(problem, gpu=gpu, cudnn=Cudnn().version)
         refused = f"; from the support table alone, not planned: {one_line(error.summary)}"  # other notes already say so
         note = f"{report.note}{refused * (not report)} (--cudnn VERSION selects another version)"
         return dataclasses.replace(report, note=note)

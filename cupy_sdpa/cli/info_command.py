@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import CudnnError, __version__, store
-from ..extend.cudnn import InstalledCudnn
+from ..extend.cudnn import Cudnn
 from . import machine
 from .console import CommandError, add_json, one_line, result, working
 
@@ -41,7 +41,7 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.describe:
         if obstacles := machine.obstacles():
             raise CommandError(f"there is no GPU to describe: {obstacles[0]}")
-        print(InstalledCudnn().describe_gpu())
+        print(Cudnn.installed().describe_gpu())
         return 0
     with working("looking for libraries"):
         facts = _facts()
@@ -78,7 +78,7 @@ def _facts() -> dict[str, Any]:
 def _cudnn() -> dict[str, Any]:
     """Return the libraries of cuDNN."""
     try:
-        cudnn = InstalledCudnn()
+        cudnn = Cudnn.installed()
     except CudnnError as error:
         return {"cudnn": {"name": "cuDNN", "version": None, "reason": one_line(str(error))}, "nvrtc": None}
     return {

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from ..core.errors import pip_install
 from ..extend import cupy_runtime
-from ..extend.cudnn import InstalledCudnn
+from ..extend.cudnn import Cudnn
 from .console import one_line
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,
@@ -98,7 +98,7 @@ def obstacles() -> list[str]:
     if not no_gpu() and isinstance(cupy, ModuleType):
         capability = cupy_runtime.capability(cupy.cuda.runtime.getDevice())
     reasons = [*obstacles_of_cupy(), *_missing("cuda-python", "cuda.bindings.driver")]
-    return reasons + [one_line(reason) for reason in InstalledCudnn.obstacles(capability, pip())]
+    return reasons + [one_line(reason) for reason in Cudnn.obstacles(capability, pip())]
 
 
 def cuda_text(version: int) -> str:

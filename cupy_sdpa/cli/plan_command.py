@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import Problem
-from ..extend.cudnn import SupportTable
+from ..extend.cudnn import Cudnn
 from . import console, problem_options
 from .console import CommandError, Progress, add_json, command_errors, positive, print_labeled, result, working
 
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, instead of shapes")
     parser.add_argument(
         "--gpu", action="append", required=True, metavar="NAME",
-        help=f"{', '.join(SupportTable.GPUS)}, or a file written by info --describe; repeat it for several GPUs",
+        help=f"{', '.join(Cudnn.GPUS)}, or a file written by info --describe; repeat it for several GPUs",
     )  # fmt: skip
     parser.add_argument("--cudnn", metavar="VERSION", help="the cuDNN version, or the path of a libcudnn.so.9")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the folder for the plans")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..extend.cudnn import SupportTable
+from ..extend.cudnn import Cudnn
 from .console import add_json, command_errors, print_wrapped, result
 from .support_problems import PROBES
 
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Run ``support``."""
     with command_errors():
-        table = SupportTable(arguments.cudnn).as_data(PROBES)
+        table = Cudnn(arguments.cudnn).support_table(PROBES)
     if not result(**table):
         print_wrapped("\n".join(_lines(table)))
     return 0

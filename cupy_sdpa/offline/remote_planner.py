@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, ParamSpec, TypeVar
 
-from ..extend.cudnn import CudnnError, planning_version
+from ..extend.cudnn import Cudnn, CudnnError
 from . import _workers
 
 Arguments = ParamSpec("Arguments")
@@ -43,7 +43,7 @@ class Planner(_workers.Pool):
         self.environment = _workers.worker_environment(**variables)
         super().__init__(workers, lambda: _workers.Worker(_COMMAND, self.environment))
         try:
-            self.version = self._result(planning_version)
+            self.version = self._result(Cudnn.planning_version)
         except BaseException as error:
             self.kill()
             self.close()

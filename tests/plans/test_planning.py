@@ -190,14 +190,14 @@ def test_gradients_that_crash_cudnn_are_refused(name, planner):
 #: A fake planner: it prints the version, then behaves as the files in its folder specify.
 FAKE = """
 import os, pathlib, pickle, sys
-from cupy_sdpa.core.cudnn_engine.described import planning_version
+from cupy_sdpa.core.support.installed import Cudnn
 folder = pathlib.Path({folder!r})
 while True:
     try:
         request = pickle.load(sys.stdin.buffer)
     except EOFError:
         break
-    asks_version = request is planning_version
+    asks_version = request is Cudnn.planning_version
     answer = 92800 if asks_version else "no engine"
     if not asks_version:
         if (folder / "die").exists():

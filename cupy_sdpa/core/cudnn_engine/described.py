@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
-from ..cudnn.deviceless import load_driver_or_stub
-from ..cudnn.library import library
 from ..errors import Unsupported
 from ..problem.problem import Problem
+from ..support.installed import Cudnn
 from .disk_cache import DiskCache, NotStored
 from .plan import PlanInfo, Target
 from .planner import plan_for
-
-
-@functools.cache
-def planning_version() -> int:
-    """Load the driver or a stub of it, then cuDNN, and return cuDNN's version.
-
-    Raises:
-        CudnnError: this machine cannot plan; the message lists what is missing.
-    """
-    load_driver_or_stub()
-    return library().version
 
 
 def plan_described(problem: Problem, target: Target, folder: Path | None = None) -> PlanInfo | str:
@@ -33,7 +20,7 @@ def plan_described(problem: Problem, target: Target, folder: Path | None = None)
     Raises:
         CudnnError: cuDNN failed, or this machine cannot plan.
     """
-    planning_version()
+    Cudnn.planning_version()
     try:
         plan = plan_for(problem, target, DiskCache(folder, required=True) if folder else None)
     except (Unsupported, NotStored) as error:
