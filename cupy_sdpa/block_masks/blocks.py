@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..extend import TYPES, Parts, Struct, cuda_kernel, cupy_runtime, dtype_name
-from ..extend.kernels import UNITS
 
 #: The number of queries in a block, which is also its number of keys.
 BLOCK = 128
 #: The number of threads in a thread block.
 THREADS = 128
+#: The C types in which kernels copy memory, by their size in bytes.
+_UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
 #: The rows of an array as kernels read them: the address, and strides in bytes.
 _ROWS = Struct("Rows", "data head row batch rows")
 #: The arguments of :func:`copy_blocks`; width is the number of bytes in one head's row of the copies.
@@ -52,7 +53,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
         return
     if copies.size:
         size = array.itemsize
-        unit = next(unit for unit in UNITS if _is_vector(array, unit))
+        unit = next(unit for unit in _UNITS if _is_vector(array, unit))
         arguments = _COPY(_rows_of(array), (copies, d * size, heads, items))
         columns = max(1, min(d * size // unit, 32))
         _copy_kernel(unit, of_stats)((len(items), heads), (columns, THREADS // columns), (arguments,))
@@ -61,9 +62,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
 @cuda_kernel
 def _copy_kernel(unit: int, of_stats: bool) -> str:
     """Return the kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
-    kind = UNITS[unit]
-    missing = {16: "make_uint4(0, 0, 0, 0)", 8: "make_uint2(0, 0)", 4: "0u", 2: "(unsigned short)0"}[unit]
-    without_keys = ""
+    kind, missing, without_keys = _UNITS[unit], "", ""  # no value: zeros
     if of_stats:  # the bits of inf and -inf
         missing, without_keys = "0x7f800000u", "if (value == 0xff800000u) value = 0x7f800000u;"
     return f"""{_COPY}
@@ -77,7 +76,7 @@ def _copy_kernel(unit: int, of_stats: bool) -> str:
             #pragma unroll 4
             for (int row = threadIdx.y; row < {BLOCK}; row += blockDim.y)
                 for (int i = threadIdx.x; i < x.target.width / {unit}; i += blockDim.x) {{
-                    {kind} value = {missing};
+                    {kind} value{{{missing}}};
                     if (first + row < x.source.rows) value = ((const {kind}*)(from + (first + row) * x.source.row))[i];
                     {without_keys}
                     (({kind}*)(to + row * x.target.heads * x.target.width))[i] = value;
@@ -103,7 +102,7 @@ def sum_blocks(parts: Parts, out: Any) -> None:
         return
     if out.size:
         (d, heads, rows, batch), of_group = out.shape, copies.shape[1]
-        unit = next(unit for unit in UNITS if _is_vector(out, unit) and _is_vector(copies, unit))
+        unit = next(unit for unit in _UNITS if _is_vector(out, unit) and _is_vector(copies, unit))
         vector = max(unit // out.itemsize, 1)
         columns = max(1, min(d // vector, 32))
         blocks, groups, block_rows = -(-rows // BLOCK), heads // of_group, THREADS // columns
@@ -152,7 +151,7 @@ def copy_elements(copies: Any, array: Any, index: Any) -> None:
 @cuda_kernel
 def _element_kernel(size: int) -> str:
     """Return the kernel of :func:`copy_elements`."""
-    kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[size]
+    kind = _UNITS[size]
     return f"""extern "C" __global__ void cupy_sdpa_copy_elements(
             long long array, long long index, long long copies, long long size
         ) {{

@@ -20,8 +20,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..extend import View
-from ..extend.kernels import padded_head_dim
+from ..extend import Builder, View
 
 #: The inputs of dropout.
 DROPOUT = ("seed", "offset", "dropout_mask")
@@ -126,14 +125,14 @@ def _form(
 ) -> DerivativeForm:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
-    with_mean = padded_head_dim(score_width + 1)
+    with_mean = Builder.padded_head_dim(score_width + 1)
     joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
     if joint:
         score_width = with_mean
     elif not centered and not value_dim:  # the row of 1 that gives the mean needs a place
-        score_width = padded_head_dim(head_dim + 1)
+        score_width = Builder.padded_head_dim(head_dim + 1)
     if equal:
-        score_width = product_width = padded_head_dim(max(score_width, product_width), equal=True)
+        score_width = product_width = Builder.padded_head_dim(max(score_width, product_width), equal=True)
     return DerivativeForm(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
 
 

@@ -1,7 +1,7 @@
 """Import the names you need to write an operation: they are the interface of the core.
 
 :doc:`/extending` shows how to write an operation with them. Each function and class has an example, or names another one whose
-example uses it. The modules ``calls``, ``options``, ``arrays``, ``functions``, ``kernels``, ``planning`` and ``cudnn`` have the
+example uses it. The modules ``calls``, ``options``, ``arrays``, ``functions``, ``planning`` and ``cudnn`` have the
 names that only the package's own layers need, such as ``kv_cache`` and ``derivatives``. Layers import nothing else from the
 core. The names in these modules, and all other names of the core, may change without notice.
 

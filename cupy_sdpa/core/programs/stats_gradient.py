@@ -16,10 +16,9 @@ from ..kernels.stats_gradient import ROWS, append_stats_gradient
 from ..options.scale import read_scale
 from ..problem.arrays import SCORE_GRADIENTS
 from ..problem.view import View
+from ..support.rules import HEAD_DIM_MULTIPLE
 from .steps import Steps
 
-#: Head dims are multiples of this number.
-MULTIPLE = 8
 #: The flags that request sums of dS, which need dq to be written directly.
 _OF_SCORES = (*(row.request for row in SCORE_GRADIENTS), "return_dtensors")
 #: What to do if the head dims are at the limit of a GPU.
@@ -29,26 +28,16 @@ REMEDY = (
 )
 
 
-def padded_head_dim(width: int, *, equal: bool = False) -> int:
-    """Return the smallest head dim that cuDNN's kernels support and that is at least ``width``.
-
-    ``equal``: the call needs equal head dims (core/support/known_bugs.py). These calls have packed sequences, or a block mask
-    whose blocks are copied to packed sequences, or deterministic gradients. Packed sequences need twice the multiple.
-    """
-    multiple = 2 * MULTIPLE if equal else MULTIPLE
-    return -(-width // multiple) * multiple
-
-
 def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
     """Return the head dims of q and k, and of v, out and dout, with the rows of dL; ``equal``: cuDNN needs equal ones.
 
     >>> widths(64, 64, equal=False), widths(64, 64, equal=True), widths(128, 0, equal=True)
     ((64, 72), (80, 80), (128, 128))
     """
-    of_values = padded_head_dim(value_dim + ROWS)
+    of_values = Steps.padded_head_dim(value_dim + ROWS)
     if not equal:
         return head_dim, of_values
-    both = padded_head_dim(max(head_dim, value_dim + ROWS), equal=True)
+    both = Steps.padded_head_dim(max(head_dim, value_dim + ROWS), equal=True)
     return both, both
 
 
@@ -136,5 +125,5 @@ def refusal(head_dim: int, value_dim: int, name: str, reason: str, *, alone: boo
         return f"attention_backward with dstats and head dim {head_dim} is not supported: {reason}"
     return (
         f"attention_backward with dstats and head dims {head_dim} and {value_dim} needs gradients with {ROWS} more head dims "
-        f"of v, rounded up to a multiple of {MULTIPLE}: {reason}. {REMEDY}"
+        f"of v, rounded up to a multiple of {HEAD_DIM_MULTIPLE}: {reason}. {REMEDY}"
     )

@@ -18,6 +18,7 @@ from ..problem.tensor_spec import TensorSpec, numpy_dtype
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
 from ..runtime.interpreted_array import InterpretedArray, plain
+from ..support.rules import HEAD_DIM_MULTIPLE
 
 
 class Constant:
@@ -249,6 +250,16 @@ class Steps:
         made = self.temporary(source.shape, source.dtype)
         self.copy(made, source)
         return made
+
+    @staticmethod
+    def padded_head_dim(width: int, *, equal: bool = False) -> int:
+        """Return the smallest head dim that cuDNN's kernels support and that is at least ``width``.
+
+        ``equal``: the call needs equal head dims (core/support/known_bugs.py). These calls have packed sequences, or a block
+        mask whose blocks are copied to packed sequences, or deterministic gradients. Packed sequences need twice the multiple.
+        """
+        multiple = 2 * HEAD_DIM_MULTIPLE if equal else HEAD_DIM_MULTIPLE
+        return -(-width // multiple) * multiple
 
     def concatenate(self, wanted: Sequence[tuple[View, Sequence[View], float]]) -> None:
         """Concatenate arrays along head_dim in one step; see :func:`.concatenation.concatenate`."""

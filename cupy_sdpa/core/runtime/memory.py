@@ -10,9 +10,6 @@ import numpy as np
 from . import driver
 from .cupy_runtime import capturing, cupy, empty, is_array, stream
 
-#: The C types in which kernels copy memory, by their size in bytes.
-UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
-
 
 class Rows(NamedTuple):
     """The memory of an array as evenly spaced rows; in bytes."""

@@ -29,6 +29,8 @@ WITHOUT_CUDNN = (
 )
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
+#: Head dims are multiples of this number, of 16 bits each; twice as many in FP8.
+HEAD_DIM_MULTIPLE = 8
 #: Compute capabilities: of the supported GPUs, of some generations, and of all other generations.
 ALL_GPUS, HOPPER, BLACKWELL = range(MINIMUM_CAPABILITY, 130), range(90, 100), range(100, 120)
 _ANY = range(130)
@@ -82,7 +84,7 @@ def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for name, spec in (("head_dim of q and k", problem.q), ("head_dim of v", problem.v)):
-        head_dim, unit = spec.shape[0], 16 if problem.fp8 else 8
+        head_dim, unit = spec.shape[0], HEAD_DIM_MULTIPLE * (2 if problem.fp8 else 1)
         if head_dim % unit or not (head_dim or problem.trivial):
             missing = -head_dim % unit or unit
             advice = f"pad axis 0 with {missing} zeros and pass scale="
