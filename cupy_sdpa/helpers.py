@@ -18,7 +18,7 @@ from .core.errors import in_words
 from .core.kernels.merge import Parts, merge_parts
 from .core.kernels.merge_gradients import PartGradient, merge_gradients
 from .core.kernels.ragged import sum_over_scores
-from .core.options.values import read_flag, read_positive
+from .core.options.values import read_flag, read_number
 from .core.problem.bucket import Bucket
 from .core.problem.tensor_spec import Expected, numpy_dtype
 from .core.programs.executor import call_of_problem
@@ -51,7 +51,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
     >>> alibi_slopes(3).tolist()
     [0.0625, 0.00390625, 0.25]
     """
-    heads = read_positive("heads", heads)
+    heads = read_number("heads", heads, 1)
     lower = 1 << int(math.log2(heads))
     lower_slopes, higher_slopes = (2.0 ** (-8 * np.arange(1, n + 1) / n) for n in (lower, 2 * lower))
     return np.concatenate([lower_slopes, higher_slopes[::2]])[:heads].astype(np.float32)

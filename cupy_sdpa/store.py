@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
-from .core.options.values import read_positive
+from .core.options.values import read_number
 from .core.problem import trace
 from .core.problem.problem import Problem
 from .core.support.engine_problem import launched_problems
@@ -127,7 +127,7 @@ def build(
         raise TypeError(f"gpu is {gpu!r}; pass the name of a GPU, such as 'h200', the path of a description, or a list of them")
     if cudnn is not None and not isinstance(cudnn, str):
         raise TypeError(f"cudnn is {cudnn!r}; pass a version as '9.19', or the path of a libcudnn.so.9 as text")
-    workers = workers if workers is None else read_positive("workers", workers)
+    workers = workers if workers is None else read_number("workers", workers, 1)
     targets = [Target.described(os.fspath(name)) for name in names]
     variables, required = dict[str, str](), None
     if cudnn is not None and "/" in cudnn:

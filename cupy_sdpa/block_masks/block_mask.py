@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import Array, read_count, with_title
+from ..extend import Array, read_number
 from ..extend.functions import Recorded
 from . import segments
 from .block_size import (
@@ -95,8 +95,8 @@ def block_mask(
     <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
     """
     function = MaskFunction(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
-    size, lengths = read_block(block), [read_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
-    groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
+    size, lengths = read_block(block), [read_number(name, value, 0) for name, value in (("sq", sq), ("skv", skv))]
+    groups = [1 if value is None else read_number(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
     kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
     rows: dict[tuple[int, int], KeyRanges] = {}
     for h, b in np.ndindex(*groups):
@@ -220,7 +220,7 @@ class BlockMask(NoArray):
         size = read_block(block)
         lengths = []
         for name, value, number, n in (("sq", sq, listed.shape[1], size.queries), ("skv", skv, listed.shape[0], size.keys)):
-            length = number * n if value is None else read_count(name, value)
+            length = number * n if value is None else read_number(name, value, 0)
             if -(-length // n) != number:
                 raise ValueError(f"{name} is {length}, which are {-(-length // n)} blocks of {n}; blocks has {number}")
             lengths.append(length)
@@ -381,7 +381,7 @@ class BlockMask(NoArray):
         return f"<BlockMask {self.sq} x {self.skv}{groups}: {of}; sparsity {100 * self.sparsity:.1f} %>"
 
     def _repr_html_(self) -> str:
-        return with_title(repr(self)[1:-1], self.picture())
+        return f"<div><b>{repr(self)[1:-1]}</b>{self.picture()}</div>"
 
     def picture(self, head: int = 0, entry: int = 0) -> str:
         """Draw the blocks of one head and sequence as SVG: queries from top to bottom, keys from left to right.

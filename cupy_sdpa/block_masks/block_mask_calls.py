@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from ..extend import Constant, View, is_one_of
+from ..extend import Constant, View
 from ..extend.options import OPTIONS
 from .block_mask import BlockMask
 from .entries import TableSizes
@@ -19,7 +19,8 @@ def reasons_for_dense(
     known = {name: value for name, value in options.items() if name in OPTIONS}  # unknown options raise an error later
     found = [name for name, value in known.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
     found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
-    return found if is_one_of(return_stats, (False, True)) else [*found, f"return_stats={return_stats!r}"]
+    is_flag = isinstance(return_stats, Hashable) and return_stats in (False, True)
+    return found if is_flag else [*found, f"return_stats={return_stats!r}"]
 
 
 def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:

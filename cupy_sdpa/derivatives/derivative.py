@@ -16,7 +16,6 @@ from ..extend import (
     Builder,
     Call,
     CallKey,
-    Check,
     Expected,
     ReadCall,
     Unsupported,
@@ -92,7 +91,7 @@ def derivative(
     if any(name in views for name in WIDENED):
         wide = Widened._make([*map(views.get, WIDENED), form])
         checked = {name: views[name] for name in ("q", "k", "v", *WIDENED) if name in views}
-        builder.checks.append(Check(functools.partial(check_copies, dtype), checked))
+        builder.check(functools.partial(check_copies, dtype), checked)
     else:
         wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda name, *array: builder.temporary(*array))
         builder.concatenate(wanted)

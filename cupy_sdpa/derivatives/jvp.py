@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from ..extend import (
     Array,
-    ArrayT,
     Call,
     CallKey,
     ReadCall,
@@ -36,6 +35,8 @@ from .derivative import (
     read_form,
 )
 from .derivative_form import DerivativeForm, Widened
+
+ArrayT = TypeVar("ArrayT", bound=Array)
 
 
 @takes_options

@@ -7,30 +7,29 @@ core. The names in these modules, and all other names of the core, may change wi
 
 ========== ===================================================================================================================
 operation  operation, Call, CallKey, ReadCall, results_of, read_operands, composed
-steps      Builder, View, Check, Constant
-options    takes_options, read_count, read_flag, read_number, read_positive, is_one_of
-arrays     Array, ArrayT, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype
+steps      Builder, View, Constant
+options    takes_options, read_flag, read_number
+arrays     Array, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
 merging    Parts, merge_parts
-messages   Unsupported, in_words, with_title
+messages   Unsupported, in_words
 ========== ===================================================================================================================
 """
 
-from ..core._html import with_title
-from ..core._typing import Array, ArrayT
+from ..core._typing import Array
 from ..core.boundary.axes import Axes
 from ..core.boundary.options import takes_options
 from ..core.boundary.read_array import check_arrays, read_array
 from ..core.errors import Unsupported, in_words
 from ..core.kernels.merge import Parts, merge_parts
-from ..core.options.values import is_one_of, read_count, read_flag, read_number, read_positive
+from ..core.options.values import read_flag, read_number
 from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
 from ..core.problem.view import View
 from ..core.programs.calls import Call, operation, results_of
 from ..core.programs.composed_passes import read_operands
 from ..core.programs.executor import ReadCall, composed
 from ..core.programs.program import Builder
-from ..core.programs.steps import Check, Constant
+from ..core.programs.steps import Constant
 from ..core.replay.call_key import CallKey
 from ..core.runtime import cupy_runtime
 from ..core.runtime.cuda_code import Struct, cuda_kernel
@@ -39,12 +38,10 @@ from ..core.runtime.dtypes import TYPES
 __all__ = [
     "TYPES",
     "Array",
-    "ArrayT",
     "Axes",
     "Builder",
     "Call",
     "CallKey",
-    "Check",
     "Constant",
     "Expected",
     "Parts",
@@ -58,17 +55,13 @@ __all__ = [
     "cupy_runtime",
     "dtype_name",
     "in_words",
-    "is_one_of",
     "merge_parts",
     "numpy_dtype",
     "operation",
     "read_array",
-    "read_count",
     "read_flag",
     "read_number",
     "read_operands",
-    "read_positive",
     "results_of",
     "takes_options",
-    "with_title",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Check, Expected, View, numpy_dtype
+from ..extend import Builder, Expected, View, numpy_dtype
 from ..extend.calls import read_forward
 from ..extend.options import ReadOptions
 from . import fp8_kernels, mean_kernels
@@ -44,7 +44,7 @@ def add_conversions(
     dense = []
     for source, x in zip(sources, lengths, strict=True):
         if x is not None:
-            builder.checks.append(Check(functools.partial(_check_lengths, expected_lengths(source)), {"lengths": x}))
+            builder.check(functools.partial(_check_lengths, expected_lengths(source)), {"lengths": x})
             x = x if x.flags.c_contiguous else builder.copied(x)
         dense.append(x)
     for source, mean, n in zip(sources, means, dense, strict=False):

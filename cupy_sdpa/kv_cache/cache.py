@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..extend import (
-    TYPES,
-    Array,
-    Axes,
-    cupy_runtime,
-    dtype_name,
-    numpy_dtype,
-    read_flag,
-    read_positive,
-    takes_options,
-    with_title,
-)
+from ..extend import TYPES, Array, Axes, cupy_runtime, dtype_name, numpy_dtype, read_flag, read_number, takes_options
 from ..layout import Layout
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, refuse_names, tokens_of
@@ -121,12 +110,12 @@ class KVCache(CacheSequences):
         self.layout = Axes(layout).layout
         if layout == "thd":
             raise ValueError("layout is 'thd', which is for packed tokens only; pass 'bshd', whose packed tokens are 'thd'")
-        self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
-        self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
-        self.pages, self.batch = read_positive("pages", pages), read_positive("batch", batch)
-        self.page_size, self.layers = read_positive("page_size", page_size), read_positive("layers", layers)
+        self.head_dim, self.heads_kv = read_number("head_dim", head_dim, 1), read_number("heads_kv", heads_kv, 1)
+        self.head_dim_v = self.head_dim if head_dim_v is None else read_number("head_dim_v", head_dim_v, 1)
+        self.pages, self.batch = read_number("pages", pages, 1), read_number("batch", batch, 1)
+        self.page_size, self.layers = read_number("page_size", page_size, 1), read_number("layers", layers, 1)
         tokens = self.pages * self.page_size
-        self.max_length = tokens if max_length is None else read_positive("max_length", max_length)
+        self.max_length = tokens if max_length is None else read_number("max_length", max_length, 1)
         if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
             raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
         numpy = read_flag("numpy", numpy)
@@ -179,7 +168,7 @@ class KVCache(CacheSequences):
         )
 
     def _repr_html_(self) -> str:
-        return with_title(repr(self)[1:-1], picture(self._pages))
+        return f"<div><b>{repr(self)[1:-1]}</b>{picture(self._pages)}</div>"
 
     @property
     def free_pages(self) -> int:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ..extend import (
     Array,
-    ArrayT,
     Axes,
     Expected,
     check_arrays,
     cupy_runtime,
     dtype_name,
     read_array,
-    read_count,
     read_flag,
     read_number,
     takes_options,
@@ -30,6 +28,8 @@ from .cache_arguments import other_names
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
+
+ArrayT = TypeVar("ArrayT", bound=Array)
 
 #: The largest frequency of a rotation, in radians per position: turns are computed as float64 times 2^64.
 _FASTEST = 1e150
@@ -89,7 +89,7 @@ class Rope:
     factor: float = 1.0
 
     def __post_init__(self, base: float | None) -> None:
-        dim, given = read_count("dim", self.dim, 2), self.frequencies
+        dim, given = read_number("dim", self.dim, 2), self.frequencies
         if dim % 2 or dim > 2 * kernels.MAX_PAIRS:
             raise ValueError(f"dim is {dim}; it must be even, and at most {2 * kernels.MAX_PAIRS}")
         if given is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Array, Expected, check_arrays, cupy_runtime, read_array, read_positive
+from ..extend import Array, Expected, check_arrays, cupy_runtime, read_array, read_number
 from .page_lists import fill_table
 
 
@@ -50,7 +50,7 @@ def page_table_from_lists(
     >>> lengths
     array([19, 16], dtype=int32)
     """
-    page_size = read_positive("page_size", page_size)
+    page_size = read_number("page_size", page_size, 1)
     if page_size >= 2**31:
         raise ValueError(f"page_size is {page_size}; it must be below 2**31")
     indptr, indices = read_array("indptr", indptr, integers=True), read_array("indices", indices, integers=True)
@@ -69,7 +69,7 @@ def page_table_from_lists(
             "largest length of a sequence divided by page_size"
         )
     with cupy_runtime.on_device_of(indptr):
-        table = cupy_runtime.new_result(indptr, (read_positive("max_pages", max_pages), batch), np.dtype(np.int32))
+        table = cupy_runtime.new_result(indptr, (read_number("max_pages", max_pages, 1), batch), np.dtype(np.int32))
         lengths = cupy_runtime.new_result(indptr, (batch,), np.dtype(np.int32))
         dense = cupy_runtime.cupy().ascontiguousarray
         fill_table(dense(indptr), dense(indices), dense(last_page_len), page_size, table, lengths)
@@ -89,7 +89,7 @@ def _table_on_numpy(indptr: Any, indices: Any, last: Any, page_size: int, max_pa
         )
     for b in np.flatnonzero((counts > 0) & ((last < 1) | (last > page_size))).tolist():
         raise ValueError(f"last_page_len of sequence {b} is {last[b]}; it must be from 1 to page_size, {page_size}")
-    width = max(int(counts.max(initial=0)), 1) if max_pages is None else read_positive("max_pages", max_pages)
+    width = max(int(counts.max(initial=0)), 1) if max_pages is None else read_number("max_pages", max_pages, 1)
     table = np.full((width, counts.size), -1, np.int32, order="F")
     for b, count in enumerate(np.minimum(counts, width).tolist()):
         table[:count, b] = indices[indptr[b] : indptr[b] + count]

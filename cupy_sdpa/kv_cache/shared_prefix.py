@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -14,14 +14,12 @@ from ..extend import (
     Builder,
     Call,
     CallKey,
-    Check,
     Expected,
     Parts,
     ReadCall,
     View,
     check_arrays,
     composed,
-    is_one_of,
     merge_parts,
     operation,
     read_operands,
@@ -83,7 +81,7 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
-    if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
+    if type(return_stats) is not bool and not (isinstance(return_stats, Hashable) and return_stats in (False, True)):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
     results = results_of(_shared_prefix_call((q, k, v, out), options, shared_prefix=shared_prefix, return_stats=return_stats))
     return tuple(results) if return_stats else results[0]
@@ -121,7 +119,7 @@ def _parse_shared_prefix(key: CallKey, *, shared_prefix: int, return_stats: bool
 
     def build(builder: Builder) -> None:
         builder.check_lengths(call.problem, views)
-        builder.checks.append(Check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")}))
+        builder.check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")})
         if pages and call.problem.q.shape[3]:
             _add_steps(builder, views, options, pages)
         else:
@@ -187,7 +185,7 @@ def _check_prefix(q: Array, k: Array, shared_prefix: int, options: ReadOptions) 
             f"shared_prefix is {shared_prefix}; it must be a multiple of the page size {page} from 0 to {page * width}, the "
             "keys of the page table"
         )
-    if not is_one_of(options.causal, (None, False, "bottom_right")):
+    if options.causal not in (None, False, "bottom_right"):
         raise ValueError(f"causal is {options.causal!r}; with a shared prefix it must be 'bottom_right' or False")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..block_masks.no_array import NoArray
-from ..extend import cupy_runtime, read_count
+from ..extend import cupy_runtime, read_number
 from .nnlib_arrays import check_array, to_four_axes
 
 
@@ -104,7 +104,7 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
            [False, False,  True]])
     """
     check_array("x", x)
-    if not 1 <= read_count("dims", dims) <= x.ndim:
+    if not 1 <= read_number("dims", dims, 0) <= x.ndim:
         raise ValueError(f"dims is {dims}; x has {x.ndim} dimensions, counted from 1")
     length = x.shape[dims - 1]
     return Mask(cupy_runtime.array_module(x), length, length, causal=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..extend import in_words, read_count
+from ..extend import in_words, read_number
 
 
 def split_heads(x: Any, nheads: int) -> Any:
@@ -27,7 +27,7 @@ def split_heads(x: Any, nheads: int) -> Any:
 
 
 def _head_dim(n: int, nheads: int) -> int:
-    if read_count("nheads", nheads) < 1 or n % nheads:
+    if read_number("nheads", nheads, 0) < 1 or n % nheads:
         raise ValueError(f"the first dimension is {n}; it must be a multiple of nheads, which is {nheads}")
     return n // nheads
 

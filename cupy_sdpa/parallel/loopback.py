@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..extend import cupy_runtime, in_words, read_positive
+from ..extend import cupy_runtime, in_words, read_number
 from .group import Failing, GroupError, Transfer
 
 #: The seconds for which a member waits for a message before the group fails.
@@ -58,7 +58,7 @@ class Loopback(Failing):
     """
 
     def __init__(self, size: int, timeout: float = DEFAULT_TIMEOUT, max_delay: float = 0.0, seed: int = 0) -> None:
-        self.size, self.timeout, self.max_delay = read_positive("size", size), timeout, max_delay
+        self.size, self.timeout, self.max_delay = read_number("size", size, 1), timeout, max_delay
         self.bytes_sent = [0] * size
         self._messages: dict[tuple[int, int], deque[Envelope]] = defaultdict(deque)
         self._changed = threading.Condition()

@@ -15,9 +15,9 @@ def read_scale(scale: Any, head_dim: int) -> float:
         return default
     value = read_number(
         "scale", scale,
-        ": convert an array of one element with float(...). attention, attention_backward, attention_vjp, prepare and explain "
-        "also take a scale for each head, an array (Hq,), except in FP8; in other calls, multiply q by it and pass scale=1. "
-        "With attention_jvp, also multiply dq by it",
+        advice=": convert an array of one element with float(...). attention, attention_backward, attention_vjp, prepare and "
+        "explain also take a scale for each head, an array (Hq,), except in FP8; in other calls, multiply q by it and pass "
+        "scale=1. With attention_jvp, also multiply dq by it",
     )  # fmt: skip
     if not abs(value) <= LARGEST:  # also true for NaN
         raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")

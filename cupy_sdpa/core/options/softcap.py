@@ -18,7 +18,7 @@ def read(options: Mapping[str, Any]) -> float | None:
     softcap = options.get("softcap")
     if softcap is None:
         return None
-    value = read_number("softcap", softcap, ", or None for no cap")
+    value = read_number("softcap", softcap, advice=", or None for no cap")
     if not SMALLEST <= value <= LARGEST:
         raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -38,33 +38,6 @@ def read_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def read_count(name: str, value: Any, least: int = 0) -> int:
-    """Read a number of something, an integer of at least ``least``.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is less.
-
-    >>> read_count("page", -1)
-    Traceback (most recent call last):
-    ValueError: page is -1; it must be 0 or more
-    """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be {least} or more")
-    return int(value)
-
-
-def read_positive(name: str, value: Any) -> int:
-    """Read a positive integer, see :func:`read_count`.
-
-    >>> read_positive("page", np.int64(16))
-    16
-    """
-    return read_count(name, value, 1)
-
-
 def optional_count(name: str, what: str, least: int = 0) -> Callable[[Mapping[str, Any]], int | None]:
     """Return the reader of an option that is a number or None; ``what`` it is, for the error message."""
 
@@ -79,15 +52,31 @@ def optional_count(name: str, what: str, least: int = 0) -> Callable[[Mapping[st
     return read
 
 
-def read_number(name: str, value: Any, advice: str = "") -> float:
-    """Read a real number as a Python float. Numbers out of range become infinity; ``advice`` ends the error message.
+@overload
+def read_number(name: str, value: Any, least: int) -> int: ...
+@overload
+def read_number(name: str, value: Any, *, advice: str = "") -> float: ...
+def read_number(name: str, value: Any, least: int | None = None, *, advice: str = "") -> float:
+    """Read a number as a Python float; with ``least`` an integer, of at least ``least``.
+
+    Real numbers out of range become infinity; ``advice`` ends their error message.
 
     Raises:
-        TypeError: it is not a number.
+        TypeError: it is not a number, or with ``least`` not an integer.
+        ValueError: it is less.
 
-    >>> read_number("scale", np.float32(0.5)), read_number("scale", -(10**400))
-    (0.5, -inf)
+    >>> read_number("scale", np.float32(0.5)), read_number("scale", -(10**400)), read_number("page", np.int64(16), 1)
+    (0.5, -inf, 16)
+    >>> read_number("page", -1, 0)
+    Traceback (most recent call last):
+    ValueError: page is -1; it must be 0 or more
     """
+    if least is not None:
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be an integer")
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be {least} or more")
+        return int(value)
     if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
         text = f" {value!r}" if isinstance(value, str) else ""
         raise TypeError(f"{name} is {in_words(value)}{text}; it must be a number{advice}")

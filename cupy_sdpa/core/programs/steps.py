@@ -70,17 +70,7 @@ class Scalar(NamedTuple):
 
 
 class Check(NamedTuple):
-    """What a program requires of elements of the caller's arrays, such as lengths; checked in every call on the CPU.
-
-    The function takes the caller's arrays by the names of ``views``, and raises ValueError. Append a check to the builder's
-    ``checks``.
-
-    >>> def is_increasing(arrays):
-    ...     if (np.diff(arrays["starts"]) < 0).any():
-    ...         raise ValueError(f"starts is {arrays['starts']}; it must not decrease: sort it")
-    >>> builder = Steps(device=None)
-    >>> builder.checks.append(Check(is_increasing, {"starts": View.dense("starts", (4,), np.int32, None)}))
-    """
+    """What a program requires of elements of the caller's arrays, see :meth:`Steps.check`."""
 
     function: Callable[[Mapping[str, Any]], object]
     views: Mapping[str, View]
@@ -226,10 +216,23 @@ class Steps:
         self.steps.append(ProgramStep(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
         self.check_lengths(attend.of, attend.arrays)
 
+    def check(self, function: Callable[[Mapping[str, Any]], object], views: Mapping[str, View]) -> None:
+        """Require something of elements of the caller's arrays, such as lengths, in every call on the CPU.
+
+        The function takes the caller's arrays by the names of ``views``, and raises ValueError.
+
+        >>> def is_increasing(arrays):
+        ...     if (np.diff(arrays["starts"]) < 0).any():
+        ...         raise ValueError(f"starts is {arrays['starts']}; it must not decrease: sort it")
+        >>> builder = Steps(device=None)
+        >>> builder.check(is_increasing, {"starts": View.dense("starts", (4,), np.int32, None)})
+        """
+        self.checks.append(Check(function, views))
+
     def check_lengths(self, problem: Problem, views: Mapping[str, View]) -> None:
         """Check in every call on the CPU that a problem's lengths, offsets and pages are valid; other views are ignored."""
         if lengths := {name: views[name] for name in INTEGERS if name in views}:
-            self.checks.append(Check(functools.partial(check_lengths, problem), lengths))
+            self.check(functools.partial(check_lengths, problem), lengths)
 
     def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View], on_host: bool = False) -> None:
         """Add a kernel: a function of arrays, numbers and sequences of them that writes into its arguments ``writes``."""
