@@ -18,7 +18,6 @@ from ..boundary.call import BoundProblem, Fill
 from ..boundary.read_options import ReadOptions
 from ..problem.view import View
 from ..runtime import cupy_runtime
-from ..support.rules import writes_16_bits
 from . import attention_steps
 from .binding import Bindings
 from .steps import Attend, Check, Constant, ProgramStep, Steps, join_of
@@ -162,6 +161,8 @@ class Builder(Steps):
     @property
     def writes_16_bits(self) -> bool:
         """Whether the engine writes outputs of FP8 arrays in 16 bits; otherwise only in FP8."""
+        from ..support.rules import writes_16_bits
+
         return self.device is None or writes_16_bits(cupy_runtime.capability(self.device))
 
     def call(self, name: str, call: BoundProblem) -> None:

@@ -18,7 +18,6 @@ from ..problem.tensor_spec import TensorSpec, numpy_dtype
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
 from ..runtime.interpreted_array import InterpretedArray, plain
-from ..support.rules import HEAD_DIM_MULTIPLE
 
 
 class Constant:
@@ -261,6 +260,8 @@ class Steps:
         ``equal``: the call needs equal head dims (core/support/known_bugs.py). These calls have packed sequences, or a block
         mask whose blocks are copied to packed sequences, or deterministic gradients. Packed sequences need twice the multiple.
         """
+        from ..support.rules import HEAD_DIM_MULTIPLE
+
         multiple = 2 * HEAD_DIM_MULTIPLE if equal else HEAD_DIM_MULTIPLE
         return -(-width // multiple) * multiple
 
