@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "cupy_sdpa" / "core"
 EXTEND = ROOT / "cupy_sdpa" / "extend"
 #: The modules in the order of the page.
-MODULES = ("__init__", "calls", "options", "arrays", "functions", "planning", "cudnn")
+MODULES = ("__init__", "cudnn")
 
 
 def sources(module: str) -> dict[str, Path]:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import Array, read_number
-from ..extend.functions import Recorded
+from ..extend import Array, Recorded, read_number
 from . import segments
 from .block_size import (
     TILE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from ..extend import Constant, View
-from ..extend.options import OPTIONS
+from ..extend import OPTIONS, Constant, View
 from .block_mask import BlockMask
 from .entries import TableSizes
 from .method import check_groups, check_mask_type, method_of

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..extend import Builder, Constant, Parts, View, merge_parts
-from ..extend.options import ReadOptions
+from ..extend import Builder, Constant, Parts, ReadOptions, View, merge_parts
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements, sum_blocks

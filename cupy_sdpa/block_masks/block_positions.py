@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend.functions import Recorded
+from ..extend import Recorded
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, TableSizes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend.options import Band
+from ..extend import Band
 from .blocks import BLOCK
 from .evaluate import MaskFunction, evaluate_blocks
 from .method import blocks_of_band

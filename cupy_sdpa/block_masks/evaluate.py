@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import cupy_runtime, in_words
-from ..extend.functions import Recorded
+from ..extend import Recorded, cupy_runtime, in_words
 from .blocks import BLOCK
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.

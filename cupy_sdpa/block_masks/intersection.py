@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend.functions import Recorded
-from ..extend.options import Band
+from ..extend import Band, Recorded
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
 from .blocks import BLOCK

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend import View
-from ..extend.options import Band
+from ..extend import Band, View
 from . import segments
 from .block_mask import BlockMask
 from .blocks import BLOCK

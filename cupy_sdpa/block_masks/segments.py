@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extend.options import Band
+from ..extend import Band
 from .blocks import BLOCK
 from .evaluate import KeyRanges
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..extend.options import OPTIONS
+from ..extend import OPTIONS
 from .case import GRADIENTS, REQUIRES
 
 #: The share of each feature in percent. A feature is drawn with up to three of the options that it can be combined with.

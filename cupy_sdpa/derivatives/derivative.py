@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from .. import Unsupported
 from ..block_masks.method import check as check_mask
 from ..extend import (
     Array,
@@ -17,8 +18,9 @@ from ..extend import (
     Call,
     CallKey,
     Expected,
+    Options,
     ReadCall,
-    Unsupported,
+    ReadOptions,
     View,
     check_arrays,
     composed,
@@ -27,11 +29,10 @@ from ..extend import (
     in_words,
     numpy_dtype,
     read_array,
+    read_forward,
     read_operands,
     takes_options,
 )
-from ..extend.calls import read_forward
-from ..extend.options import Options, ReadOptions
 from .derivative_form import DROPOUT, DerivativeForm, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 

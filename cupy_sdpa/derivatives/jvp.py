@@ -6,10 +6,12 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
+from .. import Problem
 from ..extend import (
     Array,
     Call,
     CallKey,
+    Options,
     ReadCall,
     View,
     composed,
@@ -17,11 +19,9 @@ from ..extend import (
     read_flag,
     read_operands,
     results_of,
+    run_cached,
     takes_options,
 )
-from ..extend.arrays import Problem
-from ..extend.calls import run_cached
-from ..extend.options import Options
 from .derivative import (
     ARRAYS,
     RESULTS,

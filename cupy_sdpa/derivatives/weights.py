@@ -9,28 +9,29 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from .. import Problem, Unsupported
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import (
+    OPTIONS,
     Array,
     Axes,
     Builder,
     Call,
     CallKey,
     Constant,
+    Options,
     ReadCall,
-    Unsupported,
+    ReadOptions,
+    Recorded,
     View,
     composed,
     operation,
     read_flag,
+    read_forward,
     read_operands,
     results_of,
     takes_options,
 )
-from ..extend.arrays import Problem
-from ..extend.calls import read_forward
-from ..extend.functions import Recorded
-from ..extend.options import OPTIONS, Options, ReadOptions
 from .weights_kernel import add_exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and the options of keys that take their place.

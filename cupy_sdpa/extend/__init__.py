@@ -1,29 +1,32 @@
-"""Import the names you need to write an operation: they are the interface of the core.
+"""Import the names of the core that layers and your own operations need: they are the interface of the core.
 
 :doc:`/extending` shows how to write an operation with them. Each function and class has an example, or names another one whose
-example uses it. The modules ``calls``, ``options``, ``arrays``, ``functions``, ``planning`` and ``cudnn`` have the
-names that only the package's own layers need, such as ``kv_cache`` and ``derivatives``. Layers import nothing else from the
-core. The names in these modules, and all other names of the core, may change without notice.
+example uses it. Layers import nothing else from the core, except ``extend.cudnn.Cudnn`` in tools such as the command line. All
+other names of the core may change without notice.
 
 ========== ===================================================================================================================
-operation  operation, Call, CallKey, ReadCall, results_of, read_operands, composed
+operation  operation, Call, CallKey, ReadCall, results_of, run_cached, read_operands, read_forward, composed
 steps      Builder, View, Constant
-options    takes_options, read_flag, read_number
-arrays     Array, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype
+options    takes_options, OPTIONS, Options, ReadOptions, Band, Recorded, read_flag, read_number
+arrays     Array, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype, rounded
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
 merging    Parts, merge_parts
-messages   Unsupported, in_words
+messages   in_words
 ========== ===================================================================================================================
 """
 
 from ..core._typing import Array
+from ..core.boundary.arguments import read_forward
 from ..core.boundary.axes import Axes
 from ..core.boundary.options import takes_options
 from ..core.boundary.read_array import check_arrays, read_array
-from ..core.errors import Unsupported, in_words
+from ..core.boundary.read_options import ReadOptions
+from ..core.errors import in_words
 from ..core.kernels.merge import Parts, merge_parts
+from ..core.options.band import Band
+from ..core.options.table import OPTIONS, Options
 from ..core.options.values import read_flag, read_number
-from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype
+from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype, rounded
 from ..core.problem.view import View
 from ..core.programs.calls import Call, operation, results_of
 from ..core.programs.composed_passes import read_operands
@@ -31,23 +34,29 @@ from ..core.programs.executor import ReadCall, composed
 from ..core.programs.program import Builder
 from ..core.programs.steps import Constant
 from ..core.replay.call_key import CallKey
+from ..core.replay.replay_cache import run_cached
 from ..core.runtime import cupy_runtime
 from ..core.runtime.cuda_code import Struct, cuda_kernel
 from ..core.runtime.dtypes import TYPES
+from ..core.score_fn.recorded import Recorded
 
 __all__ = [
+    "OPTIONS",
     "TYPES",
     "Array",
     "Axes",
+    "Band",
     "Builder",
     "Call",
     "CallKey",
     "Constant",
     "Expected",
+    "Options",
     "Parts",
     "ReadCall",
+    "ReadOptions",
+    "Recorded",
     "Struct",
-    "Unsupported",
     "View",
     "check_arrays",
     "composed",
@@ -60,8 +69,11 @@ __all__ = [
     "operation",
     "read_array",
     "read_flag",
+    "read_forward",
     "read_number",
     "read_operands",
     "results_of",
+    "rounded",
+    "run_cached",
     "takes_options",
 ]

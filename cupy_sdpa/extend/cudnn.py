@@ -1,15 +1,12 @@
-"""Look up the installed cuDNN and what it supports, and plan for described GPUs. Importing this module does not load cuDNN.
+"""Look up the installed cuDNN, and what a version of cuDNN supports: for tools such as the command line.
+
+Importing this module does not load cuDNN. It is separate because it takes longer to import than ``cupy_sdpa.extend``.
 
 ========== ===================================================================================================================
 versions   Cudnn
-errors     CudnnError
 ========== ===================================================================================================================
 """
 
-from ..core.errors import CudnnError
 from ..core.support.installed import Cudnn
 
-__all__ = [
-    "Cudnn",
-    "CudnnError",
-]
+__all__ = ["Cudnn"]

@@ -8,14 +8,15 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
+from .. import Unsupported
 from ..block_masks.block_mask_calls import dense_options
 from ..extend import (
     Array,
     Axes,
     Call,
     CallKey,
+    Options,
     ReadCall,
-    Unsupported,
     View,
     composed,
     cupy_runtime,
@@ -28,7 +29,6 @@ from ..extend import (
     results_of,
     takes_options,
 )
-from ..extend.options import Options
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
 from .fp8_passes import FACTORS, MEAN, OUTPUTS, backward, forward, keep_in_fp8, mean_shape, read_results

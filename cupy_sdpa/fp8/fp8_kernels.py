@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype
-from ..extend.arrays import rounded
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype, rounded
 
 #: The FP8 dtypes.
 FP8_DTYPES = tuple(name for name, of in TYPES.items() if of.itemsize == 1)

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Expected, View, numpy_dtype
-from ..extend.calls import read_forward
-from ..extend.options import ReadOptions
+from ..extend import Builder, Expected, ReadOptions, View, numpy_dtype, read_forward
 from . import fp8_kernels, mean_kernels
 
 #: The dtypes other than FP8 in which the engine may write an output.

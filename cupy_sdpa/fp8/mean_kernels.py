@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype
-from ..extend.arrays import rounded
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype, rounded
 
 #: The elements of a unit along head_dim, the threads of a block, and the largest number of blocks along an axis of a grid.
 _UNIT, _THREADS, _MAX_BLOCKS = 8, 256, 65535

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
-from ..extend.arrays import rounded
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, rounded
 from ..fp8.fp8_kernels import PACK, ROTATION, rotated_values
 from .rope_kernel import ROPE, SHARED_TURNS, position_strides, rotated, types_of
 

@@ -10,24 +10,26 @@ from typing import Any, Unpack
 import numpy as np
 
 from ..extend import (
+    OPTIONS,
     Array,
     Builder,
     Call,
     CallKey,
     Expected,
+    Options,
     Parts,
     ReadCall,
+    ReadOptions,
     View,
     check_arrays,
     composed,
     merge_parts,
     operation,
+    read_forward,
     read_operands,
     results_of,
     takes_options,
 )
-from ..extend.calls import read_forward
-from ..extend.options import OPTIONS, Options, ReadOptions
 from ..fp8.array import Fp8Array
 from .shared_prefix_kernel import divide
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..attention_functions import attention, attention_backward
-from ..extend import Call, CallKey, cupy_runtime, read_flag
-from ..extend.calls import run_cached
+from ..extend import Call, CallKey, cupy_runtime, read_flag, run_cached
 from ..vjp import attention_vjp
 from .masks import Mask
 from .nnlib_arrays import check_array, fold, to_four_axes, unfold

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..extend.cudnn import CudnnError
+from .. import CudnnError
 from ._workers import serve
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from ..extend.arrays import Problem
+from .. import Problem
 
 try:
     import fcntl

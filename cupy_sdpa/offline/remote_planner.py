@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, ParamSpec, TypeVar
 
-from ..extend.cudnn import Cudnn, CudnnError
+from .. import CudnnError
+from ..extend.cudnn import Cudnn
 from . import _workers
 
 Arguments = ParamSpec("Arguments")

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, Constant, View, numpy_dtype
-from ..extend.arrays import Problem
-from ..extend.functions import Recorded
-from ..extend.options import ReadOptions
+from .. import Problem
+from ..extend import Builder, Constant, ReadOptions, Recorded, View, numpy_dtype
 from ..helpers import dropout_mask
 from .parts import Part, Selection, call_parts, share_buffers
 from .positions import Window, aligned, options_at

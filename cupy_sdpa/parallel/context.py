@@ -8,20 +8,9 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from .. import Unsupported
 from ..attention_functions import attention_backward
-from ..extend import (
-    Axes,
-    Builder,
-    Call,
-    CallKey,
-    ReadCall,
-    Unsupported,
-    View,
-    cupy_runtime,
-    read_flag,
-    results_of,
-    takes_options,
-)
+from ..extend import Axes, Builder, Call, CallKey, ReadCall, View, cupy_runtime, read_flag, results_of, takes_options
 from .agreement import Agreement
 from .channel import Channel
 from .configuration import Request

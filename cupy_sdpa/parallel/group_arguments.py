@@ -9,11 +9,20 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..extend import Axes, Expected, Unsupported, View, check_arrays, cupy_runtime, numpy_dtype, read_operands
-from ..extend.arrays import Problem
-from ..extend.calls import read_forward
-from ..extend.functions import Recorded
-from ..extend.options import OPTIONS, ReadOptions
+from .. import Problem, Unsupported
+from ..extend import (
+    OPTIONS,
+    Axes,
+    Expected,
+    ReadOptions,
+    Recorded,
+    View,
+    check_arrays,
+    cupy_runtime,
+    numpy_dtype,
+    read_forward,
+    read_operands,
+)
 from .configuration import Configuration, Request
 from .shards import ShardLayout
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..extend import ReadCall, Unsupported
-from ..extend.planning import Report
+from .. import Report, Unsupported
+from ..extend import ReadCall
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent
 from .parts import Part

@@ -12,8 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..extend import View
-from ..extend.options import ReadOptions
+from ..extend import ReadOptions, View
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend
 from .shards import ShardLayout

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Axes, Builder, CallKey, ReadCall, View, composed, cupy_runtime
-from ..extend.options import ReadOptions
+from ..extend import Axes, Builder, CallKey, ReadCall, ReadOptions, View, composed, cupy_runtime
 from .channel import Channel
 from .configuration import Configuration, Request
 from .group_report import Choice

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, ReadCall, View
-from ..extend.options import ReadOptions
+from ..extend import Builder, ReadCall, ReadOptions, View
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer

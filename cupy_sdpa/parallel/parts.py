@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, Constant, View
-from ..extend.options import Band
+from ..extend import Band, Builder, Constant, View
 from .shards import Interval, ShardLayout
 
 

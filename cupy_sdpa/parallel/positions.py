@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import Builder, View
-from ..extend.functions import Recorded
-from ..extend.options import OPTIONS, ReadOptions
+from ..extend import OPTIONS, Builder, ReadOptions, Recorded, View
 
 
 class Window(NamedTuple):

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import Builder, Parts, View, cupy_runtime, merge_parts
-from ..extend.options import ReadOptions
+from ..extend import Builder, Parts, ReadOptions, View, cupy_runtime, merge_parts
 from .configuration import Configuration
 from .heads import to_heads, to_positions
 from .member_steps import Exchange, MemberSteps, attend

@@ -125,13 +125,20 @@ def imports_of(path):
     return set(imported(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).parts[:-1]))
 
 
+#: The public names that the core defines, each with its unit: layers import them from the root.
+OF_CORE = {
+    name: unit_of(module.split(".")) for module, names in cupy_sdpa._NAMES.items() for name in names if module[:5] == "core."
+}
+
+
 @functools.cache
 def dependencies():
-    """The units that each unit imports from, except itself."""
+    """The units that each unit imports from, except itself; a public name of the core counts as its unit."""
     found = {name: set() for name in UNITS}
     for path in MODULES:
         for names in imports_of(path):
-            found[unit(path)].add(unit_of(names) if unit_of(names) in UNITS else "__init__")
+            imported_unit = unit_of(names) if unit_of(names) in UNITS else "__init__"
+            found[unit(path)].add(OF_CORE.get(names[0], imported_unit) if len(names) == 1 else imported_unit)
     return {name: others - {name} for name, others in found.items()}
 
 
@@ -182,24 +189,22 @@ def test_the_interface_is_documented():
     assert "|  |" not in table
 
 
-def test_the_names_for_operations_have_examples():
-    """At most 40 names, each with an example in its docstring or in the one that it refers to; types for annotations need none."""
-    interface = importlib.import_module("cupy_sdpa.extend")
-    assert len(interface.__all__) <= 40
-    for name in {*interface.__all__} - {"Array", "TYPES"}:
+def test_the_names_of_the_interface():
+    """At most 40 names, each with an example in its docstring or in the one that it refers to; types and tables need none."""
+    interface, tools = (importlib.import_module(f"cupy_sdpa.{name}") for name in ("extend", "extend.cudnn"))
+    assert len(interface.__all__) + len(tools.__all__) <= 40
+    for name in {*interface.__all__} - {"Array", "OPTIONS", "Options", "TYPES"}:
         doc = inspect.getdoc(getattr(interface, name))
         if example := re.search(r"^Example: :func:`\.?(\w+)`", doc, re.M):
             doc = inspect.getdoc(getattr(interface, example[1]))
         assert ">>>" in doc, name
 
 
-def test_the_names_for_layers_only_are_few():
-    """The other modules of ``extend`` have names that a layer imports, no others. The limit may be lowered, never raised."""
-    imported_names = {names[1:] for path in MODULES for names in imports_of(path) if names[:1] == ("extend",)}
-    modules = {path.stem for path in (PACKAGE / "extend").glob("*.py")} - {"__init__"}
-    offered = {(name, x) for name in modules for x in importlib.import_module(f"cupy_sdpa.extend.{name}").__all__}
-    assert offered <= imported_names
-    assert len(offered) <= 34
+def test_layers_use_every_name_of_the_interface():
+    """A name that no layer, document or test of an operation uses is removed."""
+    used = {names[-1] for path in MODULES for names in imports_of(path) if names[:1] == ("extend",)}
+    interface, tools = (importlib.import_module(f"cupy_sdpa.{name}") for name in ("extend", "extend.cudnn"))
+    assert {*interface.__all__, *tools.__all__} - used == set()
 
 
 def test_every_layer_has_a_readme():

@@ -51,7 +51,23 @@ def read_forward(
     stats: Any = None,
     **others: Any,
 ) -> BoundProblem:
-    """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
+    """Validate the arguments of the forward pass, and return the problem that they define; nothing is allocated.
+
+    For errors see :func:`cupy_sdpa.attention`.
+
+    Args:
+        q, k, v: arrays, or views.
+        options: the options.
+        return_stats, deterministic, out, stats: as for :func:`cupy_sdpa.attention`.
+        return_kept: also return which weights dropout keeps. Default False.
+        out_dtype: the dtype of the output of FP8 arrays. Default ``""``: q's dtype.
+        others: the factors of FP8 arrays.
+
+    >>> import numpy as np
+    >>> q = np.zeros((8, 2, 5, 1), np.float16, order="F")
+    >>> read_forward(q, q, q, {"causal": True}, return_stats=True).result_names
+    ['out', 'stats']
+    """
     _check_return_stats(return_stats)
     max_sumexp = return_stats == "max_sumexp"
     outputs = RequestedOutputs(bool(return_stats), max_sumexp, rng_dump=return_kept, out_dtype=out_dtype)

@@ -35,6 +35,13 @@ class ReadOptions(Mapping[str, Any]):
         causal, bucket, layout: the values as passed, for messages and for decisions that depend on how they were written.
         layer_option, compute_dtype: the options that :meth:`.Builder.add_pass` computes in several steps, or None. Other
             steps raise TypeError for them.
+
+    :func:`.read_operands` returns them.
+
+    >>> import numpy as np
+    >>> options = read_options({"causal": True, "sinks": np.zeros(2, np.float32)}, 64)
+    >>> [*options], options.scalars["scale"], [*options.without("sinks")], (options | {"seed": 3})["seed"]
+    (['sinks'], 0.125, [], 3)
     """
 
     inputs: Mapping[str, Any]

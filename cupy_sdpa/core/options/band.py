@@ -13,6 +13,9 @@ class Band(NamedTuple):
     """The keys that a query attends to: at most ``left`` before and ``right`` after the diagonal; None is unbounded.
 
     Query i is on the diagonal with key i (top-left alignment), or with key ``i + Skv - Sq`` (bottom-right alignment).
+
+    >>> Band(left=5, right=3).intersected(Band(right=0))
+    Band(left=5, right=0, bottom_right=False)
     """
 
     left: int | None = None
@@ -39,11 +42,7 @@ class Band(NamedTuple):
         return Band(left, right, bottom_right)
 
     def intersected(self, other: Band | None) -> Band:
-        """Return the keys of both bands, which have the same diagonal; None is no other band.
-
-        >>> Band(left=5, right=3).intersected(Band(right=0))
-        Band(left=5, right=0, bottom_right=False)
-        """
+        """Return the keys of both bands, which have the same diagonal; None is no other band."""
         if other is None:
             return self
         pairs = (self.left, other.left), (self.right, other.right)

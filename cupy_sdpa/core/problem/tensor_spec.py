@@ -51,7 +51,11 @@ def numpy_dtype(name: str, *, on_gpu: bool = False) -> np.dtype[Any]:
 
 
 def rounded(values: Any, dtype: str) -> Any:
-    """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one."""
+    """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one.
+
+    >>> rounded(np.array([0.3, 1000.0]), "float8_e4m3fn").tolist()
+    [0.3125, 448.0]
+    """
     largest = FP8_LARGEST.get(dtype)
     return (values if largest is None else np.clip(values, -largest, largest)).astype(numpy_dtype(dtype))
 

@@ -28,6 +28,10 @@ class Recorded:
         name: the module, the qualified name and the first source line of the function.
         calls, result: the numpy calls, and the operand that the function returns.
         reads: the array elements that the function reads.
+
+    >>> recorded_mask = Recorded.of("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, {})
+    >>> str(recorded_mask), recorded_mask(0, 0, np.arange(3), 1).tolist()
+    ('t0 = greater_equal(q_idx, kv_idx); t0', [False, True, True])
     """
 
     #: Equal recorded functions compute the same, see :func:`.identity`.
