@@ -142,11 +142,9 @@ class CaseRunner:
         if "weight_sums" in case.options:
             self.count += 1
             per_kv_head = case.options["weight_sums"] == "key heads"
-            options.pop("num_splits", None)
             return {"weights": cupy_sdpa.weight_sums(q, k, per_kv_head=per_kv_head, **options)}
         if "weight_entropy" in case.options:
             self.count += 1
-            options.pop("num_splits", None)
             return {"entropy": cupy_sdpa.weight_entropy(q, k, **options)}
         if "parallel" in case.options:
             self.count += 1 + case.backward
@@ -278,10 +276,8 @@ def problems(case: Case) -> list[Any]:
     if case.tangents:
         return list(cupy_sdpa.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
     if "weight_sums" in case.options:
-        options.pop("num_splits", None)
         return list(cupy_sdpa.weight_sums_problems(q, k, **options))
     if "weight_entropy" in case.options:
-        options.pop("num_splits", None)
         return [cupy_sdpa.problem(q, k, k, return_stats=True, **options)]
     if "fp8" in case.options:
         stats = stats or "mean" in case.options

@@ -59,8 +59,11 @@ CONFLICTS: tuple[set[str], ...] = (
     *({"jvp", other} for other in ("dstats", *GRADIENTS)),
     *({"head_scales", other} for other in ("scale", "jvp", "offset")),
 )
-#: Options that cannot be combined with ``num_splits``.
-NOT_SPLIT = {"packed", "tree", "dropout", *(name for name, option in OPTIONS.items() if option.weights and not option.split)}
+#: Options that cannot be combined with ``num_splits``, and calls that do not take it.
+NOT_SPLIT = {
+    "packed", "tree", "dropout", "weight_sums", "weight_entropy",
+    *(name for name, option in OPTIONS.items() if option.weights and not option.split),
+}  # fmt: skip
 
 
 def is_valid(names: set[str]) -> bool:
