@@ -1,4 +1,4 @@
-"""What masks that are not arrays have in common: an error that says what to use instead."""
+"""Raise an error that says what to use instead if a mask that is not an array is used as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..extend import in_words
 
 
 class NoArray:
-    """Base of masks that are not arrays: operators and attributes of arrays raise an error that names the array of the mask.
+    """Base class of masks that are not arrays: array operators and attributes raise an error that says what to use instead.
 
     Attributes:
         _not_an_array: what to use instead; the end of the message.

@@ -5,10 +5,10 @@ The package's root registers a layer by the name of a module, which is imported 
 - :func:`register_option`: an option, such as ``block_mask``, whose value decides by which steps a pass is computed;
 - :func:`register_libraries`: types of arrays that belong to other libraries.
 
-Three more ways need no registration: an operation declares itself (:func:`.programs.calls.operation`); an array type whose
-calls have their own programs, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``; and a type that calls do not
-take as an array, such as :class:`cupy_sdpa.BlockMask`, has an attribute ``_not_an_array``: what to pass instead, the end of the
-error message.
+Three more ways need no registration. An operation declares itself (:func:`.programs.calls.operation`). An array type whose
+calls have their own programs, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``. A type that calls do not
+accept as an array, such as :class:`cupy_sdpa.BlockMask`, has an attribute ``_not_an_array``, which ends the error message and
+says what to pass instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PassOption(NamedTuple):
 
 
 class Library(Protocol):
-    """A library whose arrays callers pass to calls."""
+    """A library whose arrays callers can pass."""
 
     @property
     def name(self) -> str:
@@ -64,13 +64,13 @@ class Library(Protocol):
 
     @property
     def stream(self) -> Callable[[int], int] | None:
-        """Returns the address of the library's current stream on a device, given by number.
+        """A function that takes a device number and returns the address of the library's current stream on that device.
 
         None: the library has no such function, so calls use CuPy's current stream and return when their work is done.
         """
 
     def device(self, array: Any) -> int | None:
-        """Return the number of the GPU that has the library's array; None for an array in CPU memory."""
+        """Return the number of the GPU that holds the library's array; None for an array in CPU memory."""
 
     def share(self, name: str, array: Any) -> Any:
         """Convert the library's array, passed as the argument ``name``, to a numpy or CuPy array."""
@@ -90,7 +90,7 @@ def register_option(name: str, module: str) -> None:
 
 
 def register_libraries(module: str) -> None:
-    """Register a module with a function ``library_of_type``: it returns the :class:`Library` of a type of arrays, or None."""
+    """Register a module whose function ``library_of_type`` returns the :class:`Library` of an array type, or None."""
     _libraries.append(module)
 
 

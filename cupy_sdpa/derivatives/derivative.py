@@ -286,7 +286,7 @@ def widen(
 
 
 class _Widening:
-    """A call of :func:`widen`: its program depends on the options only by the form of the derivative."""
+    """A call of :func:`widen`: its program depends on the options only through the form of the derivative."""
 
     form: DerivativeForm
 
@@ -307,7 +307,7 @@ class _Widening:
         return {"form": tuple(self.form), "compute_dtype": dtype}
 
     def parse(self, key: CallKey) -> ReadCall:
-        """Return the call that converts the arrays, if it computes in another dtype, and concatenates them."""
+        """Return the call that concatenates the arrays, after it converts them if it computes in another dtype."""
         form, dtype = self.form, key.options["compute_dtype"]
         arrays, views, _ = read_operands(key.named(), {})
         device = views["q"].storage.device

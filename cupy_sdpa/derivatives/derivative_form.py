@@ -61,7 +61,7 @@ class DerivativeForm(NamedTuple):
         return self.head_dim + (self.value_dim if self.joint else 0)
 
     def widened(self, arrays: Sequence[Any]) -> Widened:
-        """Return the wider arrays, which are in order, without those that this form does not need."""
+        """Return the wider arrays from the arrays that this form needs, in order; the other fields are None."""
         made = iter(arrays)
         needed = [self.scores] * 4 + [self.values, self.scores and not (self.centered or self.joint)]
         return Widened._make([*(next(made) if is_needed else None for is_needed in needed), self])

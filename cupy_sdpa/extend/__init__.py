@@ -1,7 +1,7 @@
 """Import the names of the core that layers and your own operations need: they are the interface of the core.
 
-:doc:`/extending` shows how to write an operation with them. Each function and class has an example, or names another one whose
-example uses it. Layers import nothing else from the core, except ``extend.cudnn.Cudnn`` in tools such as the command line. All
+:doc:`/extending` shows how to write an operation with them. Each function and class has an example, or refers to another
+name's example. Layers import nothing else from the core, except ``extend.cudnn.Cudnn`` in tools such as the command line. All
 other names of the core may change without notice.
 
 ========== ===================================================================================================================

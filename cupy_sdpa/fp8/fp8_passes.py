@@ -105,7 +105,7 @@ def forward(
         rotated: whether k is rotated, so that q must be rotated when it is converted.
         out_dtype: the dtype of the output; None for FP8.
         writes_out: whether the engine itself writes an output that is not FP8; otherwise a step converts the output. None:
-            wherever the engine can.
+            if the engine can.
     """
     if writes_out is None:
         writes_out = out_dtype in OUTPUTS and builder.writes_16_bits

@@ -462,7 +462,7 @@ _REFUSED_REQUESTS = {
 
 
 def _read_requests(of: Request, options: dict[str, Any]) -> Request:
-    """Check the flags of a backward pass, and remove the requests of other gradients from the options.
+    """Check the flags of a backward pass, and remove the requests for other gradients from the options.
 
     Raises:
         TypeError, ValueError, Unsupported: as :meth:`ContextParallel.attention_backward`.

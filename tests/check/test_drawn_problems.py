@@ -147,7 +147,7 @@ def test_paged_cases_cover_the_options():
 
 @pytest.mark.parametrize("name", ["weight_sums", "weight_entropy"])
 def test_num_splits_is_not_drawn_for_calls_without_it(name):
-    """With num_splits, equal calls must have equal bits; these calls let cuDNN choose, which may differ for a single query."""
+    """With num_splits, equal calls must return equal bits; these calls let cuDNN choose, so bits may differ for one query."""
     cases = [draw_options({"paged", name}, number, "gpu") for number in range(100)]
     assert {case.paged.num_splits for case in cases} == {0}
 

@@ -21,7 +21,27 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )
-from cupy_sdpa.extend import Builder, Call, CallKey, View, composed, operation, read_operands, results_of
+from cupy_sdpa.extend import Band, Builder, Call, CallKey, Recorded, View, composed, operation, read_operands, results_of
+
+
+def test_options_after_reading_refuse_names_that_they_do_not_have():
+    """They would be ignored: the causal mask is a band then, and the softcap a scalar. The scale may become an array."""
+    _, views, options = read_operands({"q": np.zeros((8, 2, 5, 1))}, {"softcap": 20.0})
+    assert (options | {"band": Band(right=0)}).settings.band == Band(right=0)
+    for name, value in (("causal", True), ("window", (1, 0)), ("sink", views["q"])):
+        with pytest.raises(TypeError, match=f"{name} is no input"):
+            options | {name: value}
+    for name in ("softcap", "causal"):
+        with pytest.raises(TypeError, match=f"{name} is no input"):
+            options.without(name)
+
+
+def test_a_recorded_function_has_four_axes():
+    """The name of another axis would be ignored."""
+    function = Recorded.of("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, {})
+    assert function.relocated({}, starts={"q_idx": 2})(0, 0, np.arange(3), 3).tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="no axis 'q'; the axes are b, h, q_idx, kv_idx"):
+        function.relocated({}, starts={"q": 2})
 
 
 def test_temporaries_share_memory():

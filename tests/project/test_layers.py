@@ -201,7 +201,7 @@ def test_the_names_of_the_interface():
 
 
 def test_layers_use_every_name_of_the_interface():
-    """A name that no layer, document or test of an operation uses is removed."""
+    """Remove a name of the interface that no module of the package imports."""
     used = {names[-1] for path in MODULES for names in imports_of(path) if names[:1] == ("extend",)}
     interface, tools = (importlib.import_module(f"cupy_sdpa.{name}") for name in ("extend", "extend.cudnn"))
     assert {*interface.__all__, *tools.__all__} - used == set()

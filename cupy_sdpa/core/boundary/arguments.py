@@ -53,7 +53,7 @@ def read_forward(
 ) -> BoundProblem:
     """Validate the arguments of the forward pass, and return the problem that they define; nothing is allocated.
 
-    For errors see :func:`cupy_sdpa.attention`.
+    :meth:`.Builder.call` adds the problem to a program if q, k and v are views. For errors see :func:`cupy_sdpa.attention`.
 
     Args:
         q, k, v: arrays, or views.

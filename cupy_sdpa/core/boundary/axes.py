@@ -15,9 +15,9 @@ from ..problem.view import View, device_of
 from . import layouts
 from .read_array import spec_of
 
-#: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
+#: Why an array on a GPU may be in C order. (numpy's operators keep the order of their operands.)
 _OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
-#: The end of the message of an array on the CPU with the strides of another layout.
+#: The end of the error message for a CPU array whose strides look like another layout.
 _CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and accepts any strides"
 
 
@@ -86,10 +86,10 @@ class Axes:
     def check_strides(
         name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str | None = None
     ) -> None:
-        """Check that an array with a head dim is not in another layout, as far as its strides show it; raises ValueError.
+        """Raise ValueError if the strides of an array with a head dim look like another layout.
 
         Other objects, and arrays of a call with ``layout=``, are not checked. ``required``: kernels need these strides even if
-        the caller passed a layout. ``written``: the array is a result. ``remedy`` ends the message; None: how to fix C order.
+        the caller passed a layout. ``written``: the array is a result. ``remedy`` ends the message; None: the fix for C order.
 
         >>> import numpy as np
         >>> Axes.check_strides("x", np.zeros((8, 3, 5), order="F")[:, ::-1], remedy="")
@@ -107,10 +107,10 @@ class Axes:
 
 
 def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None:
-    """Check that arrays without ``layout=`` are not in another layout, as far as their strides show it.
+    """Raise ValueError if the strides of an array look like another layout, unless ``layout=`` is passed.
 
-    A GPU needs these strides, and planning rejects most other arrays; the remaining arrays, and arrays on the CPU, would be
-    read with the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
+    On a GPU, planning rejects most arrays with such strides; the remaining ones, and arrays on the CPU, would be read with the
+    wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
     """
     if layout is not None or layouts.is_named():
         return
@@ -131,5 +131,5 @@ def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
 
 
 def _confirm(axes: int, on_gpu: bool) -> str:
-    """Return the end of the message of an array with a number of axes."""
+    """Return the end of the error message for an array with this many axes."""
     return _OF_OPERATORS if on_gpu else _CONFIRM.format(layouts.own_layout(axes))

@@ -36,7 +36,7 @@ def read_array(name: str, array: Any, *, integers: bool = False) -> Any:
 
     Args:
         name, array: the argument.
-        integers: whether a list of integers and an int64 array become int32. Options such as ``seq_lens_kv`` do in any case.
+        integers: convert a list of integers or an int64 array to int32. Options such as ``seq_lens_kv`` are always converted.
 
     Raises:
         TypeError: it is not an array; the message says how to convert it.
@@ -212,12 +212,12 @@ def check_separate(results: Iterable[str], arrays: Mapping[str, Any]) -> None:
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
     """Check the dtypes and shapes of arrays that are not part of a problem; missing arrays (None) are skipped.
 
-    All arrays must be on one device, including those of which nothing is expected. On the CPU, the values of lengths and
+    All arrays must be on one device, including arrays without an entry in ``expected``. On the CPU, the values of lengths and
     offsets are also checked (:attr:`.Expected.most`).
 
     Raises:
         TypeError: an argument is not an array, or has the wrong dtype; or arrays of numpy and CuPy are mixed.
-        ValueError: an array has the wrong shape or values that are too large, or is read-only although the call writes it; or
+        ValueError: an array has the wrong shape or values out of range, or is read-only although the call writes it; or
             arrays are on different devices.
 
     >>> check_arrays([Expected("weights", (4, 2), "float32", "(S, H)")], {"weights": np.zeros((4, 3), np.float32)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ _INPUTS = (*OPTION_ARRAYS, *FUNCTIONS, "tensors")
 class ReadOptions(Mapping[str, Any]):
     """A call's options after reading: a mapping of the arrays and functions; attributes hold what the other options mean.
 
-    ``options | changes`` replaces inputs and fields of the settings.
+    ``options | changes`` replaces inputs and fields of the settings: ``options | {"band": Band(right=0)}`` is causal. Other
+    names, such as ``causal``, raise TypeError. ``{**options}`` has only the inputs: it loses the settings and the scalars.
 
     Attributes:
         inputs: the arrays, seeds, functions and ``tensors`` that the caller passed.
@@ -39,7 +40,9 @@ class ReadOptions(Mapping[str, Any]):
     :func:`.read_operands` returns them.
 
     >>> import numpy as np
-    >>> options = read_options({"causal": True, "sinks": np.zeros(2, np.float32)}, 64)
+    >>> from cupy_sdpa.extend import read_operands
+    >>> passed = {"causal": True, "sinks": np.zeros(2, np.float32)}
+    >>> _, _, options = read_operands({"q": np.zeros((64, 2, 5, 1))}, passed)
     >>> [*options], options.scalars["scale"], [*options.without("sinks")], (options | {"seed": 3})["seed"]
     (['sinks'], 0.125, [], 3)
     """
@@ -65,6 +68,7 @@ class ReadOptions(Mapping[str, Any]):
         return len(self.inputs)
 
     def __or__(self, changes: Mapping[str, Any]) -> ReadOptions:
+        _check_inputs(changes.keys() - {*Settings._fields})
         settings = {name: value for name, value in changes.items() if name in Settings._fields}
         inputs = {**self.inputs, **{name: value for name, value in changes.items() if name not in settings}}
         return dataclasses.replace(self, inputs=inputs, settings=self.settings._replace(**settings))
@@ -75,12 +79,21 @@ class ReadOptions(Mapping[str, Any]):
         return {name: self.inputs[name] for name in FUNCTIONS if name in self.inputs}
 
     def without(self, *names: str) -> ReadOptions:
-        """Return the options without some inputs."""
+        """Return the options without some inputs: arrays, seeds or functions; other names raise TypeError."""
+        _check_inputs({*names})
         return dataclasses.replace(self, inputs={name: value for name, value in self.inputs.items() if name not in names})
 
     def of_one_problem(self) -> ReadOptions:
         """Return the options without :attr:`layer_option` and :attr:`compute_dtype`."""
         return dataclasses.replace(self, layer_option=None, compute_dtype=None)
+
+
+def _check_inputs(names: Set[str]) -> None:
+    """Check that names are names of inputs; the scale is one if it is an array."""
+    for name in names - {*_INPUTS, "scale"}:
+        raise TypeError(
+            f"{name} is no input of ReadOptions; inputs are {', '.join(_INPUTS)}, and `|` also takes settings, such as band"
+        )
 
 
 def check_option_names(options: Mapping[str, Any]) -> None:

@@ -29,10 +29,10 @@ class Parts(NamedTuple):
         stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
         totals: None, or on the GPU float32 with the strides of ``stats``. With totals, ``stats`` is the highest score m of each
             row, and totals is the sum of ``exp(score - m)``: a single log-sum-exp in float32 has fewer digits.
-        sources: None, or which of the parts each row of the result has, as offsets and numbers, int32. The parts are then C
-            copies of blocks of rows, ``(Dv, H / groups, block, 1, C)``, without totals. The copies
-            ``numbers[offsets[t] : offsets[t + 1]]`` make up block t; t numbers (block, group of heads, batch item), with the
-            block fastest. Only the last group of parts can have sources.
+        sources: None, or two int32 arrays ``(offsets, numbers)``. The parts are then C copies of blocks of rows,
+            ``(Dv, H / groups, block, 1, C)``, without totals, and the copies ``numbers[offsets[t] : offsets[t + 1]]`` are the
+            parts of block t. t counts the blocks of rows fastest, then groups of heads, then batch items.
+            Only the last group of parts can have sources.
 
     Example: :func:`merge_parts`.
     """

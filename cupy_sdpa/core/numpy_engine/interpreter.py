@@ -177,8 +177,9 @@ class _ProductArrays(NamedTuple):
 
     Attributes:
         result: the product; ``stacked`` is a view of it with stacked heads.
-        left: where ``scale a`` is written, or None; ``shape`` is its shape, or the shape of ``operand``.
-        operand: the left operand: a view of ``left``, for a transposed product also transposed. None: a with stacked heads.
+        left: a view of ``operand`` with separate heads, where ``scale a`` is written; None if a itself is multiplied.
+        shape: the shape in which a is written to ``left`` or, without ``left``, multiplied.
+        operand: the left operand, transposed if the product is; None if a itself is multiplied.
         product: the transposed product, or None; ``turned`` is a view of it with the axes of ``stacked``.
     """
 
@@ -306,7 +307,7 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
 
 
 def _divided(x: Array, total: Array, xp: Any, out: Array | None = None) -> Array:
-    """Divide x by its row sums l, into ``out`` or in place; rows without a key by 1, which is also written to l.
+    """Divide x by its row sums, into ``out`` or in place; rows without a key by 1, which is also written to ``total``.
 
     All other sums are at least 1.
     """

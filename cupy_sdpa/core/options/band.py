@@ -42,7 +42,7 @@ class Band(NamedTuple):
         return Band(left, right, bottom_right)
 
     def intersected(self, other: Band | None) -> Band:
-        """Return the keys of both bands, which have the same diagonal; None is no other band."""
+        """Return the band of the keys that are in both bands, which must have the same diagonal; None is no other band."""
         if other is None:
             return self
         pairs = (self.left, other.left), (self.right, other.right)

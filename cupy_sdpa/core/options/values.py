@@ -57,13 +57,13 @@ def read_number(name: str, value: Any, least: int) -> int: ...
 @overload
 def read_number(name: str, value: Any, *, advice: str = "") -> float: ...
 def read_number(name: str, value: Any, least: int | None = None, *, advice: str = "") -> float:
-    """Read a number as a Python float; with ``least`` an integer, of at least ``least``.
+    """Read a number as a Python float or, with ``least``, an integer that must be at least ``least``.
 
-    Real numbers out of range become infinity; ``advice`` ends their error message.
+    Real numbers out of range become infinity. ``advice`` ends the message of the TypeError.
 
     Raises:
         TypeError: it is not a number, or with ``least`` not an integer.
-        ValueError: it is less.
+        ValueError: it is less than ``least``.
 
     >>> read_number("scale", np.float32(0.5)), read_number("scale", -(10**400)), read_number("page", np.int64(16), 1)
     (0.5, -inf, 16)

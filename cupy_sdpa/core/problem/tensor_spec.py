@@ -51,7 +51,7 @@ def numpy_dtype(name: str, *, on_gpu: bool = False) -> np.dtype[Any]:
 
 
 def rounded(values: Any, dtype: str) -> Any:
-    """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one.
+    """Round a numpy array to a dtype. FP8 saturates, as on GPUs: larger numbers become the dtype's largest number.
 
     >>> rounded(np.array([0.3, 1000.0]), "float8_e4m3fn").tolist()
     [0.3125, 448.0]
@@ -227,8 +227,9 @@ class Expected(NamedTuple):
     ) -> dict[str, Expected]:
         """Return what a call's other arrays must be, by name: the results, the backward pass's inputs, and some options.
 
-        Row statistics are float32, or float64 if the call computes in float64; sinks and slopes are float32. For float64 arrays
-        they may have either dtype: the dtype of the array in ``given``. ``computed`` is the dtype to compute in; None: q's.
+        Row statistics are float32, or float64 if the call computes in float64; sinks and slopes are float32.
+        A call that computes in float64 takes both dtypes: it expects the dtype of the array in ``given``.
+        ``computed`` is the dtype to compute in; None: q's.
 
         >>> q = np.zeros((8, 4, 3, 1), np.float16)
         >>> Expected.of_call(q, q, q)["stats"]

@@ -86,7 +86,7 @@ class View:
     def row_stats(cls, name: str, q: Any, dtype: Any = None) -> View:
         """Return the view of a whole array with one number for each row of scores, such as the log-sum-exp.
 
-        It is float64 if the dtype to compute in, by default q's, is float64; otherwise float32.
+        Its dtype is float64 if ``dtype``, the compute dtype (default: q's), is float64; otherwise float32.
 
         >>> stats = View.row_stats("stats", View.dense("q", (64, 8, 100, 2), np.float16, None))
         >>> stats.shape, stats.dtype

@@ -99,7 +99,10 @@ class Call(NamedTuple):
         dtype: Any = None,
         **flags: Any,
     ) -> Call:
-        """Return the call of a public function on a GPU, with views of arrays, or of dense arrays with these shapes.
+        """Return the call of a public function as on a GPU, on views of arrays, or of dense arrays with these shapes.
+
+        The views have no elements: :meth:`read` the call and look at its problems. To report on it, pass both arguments of
+        :meth:`ReadCall.report`.
 
         Args:
             function: the public function.
@@ -142,15 +145,15 @@ class Call(NamedTuple):
     ) -> Options:
         """Decide ``compute_dtype`` and a layer's option; return the options that the program is built and cached with.
 
-        ``compute_dtype`` remains if it names another dtype than q's, and a layer's option if the pass is computed by its steps:
-        a block mask that needs all blocks, for example, becomes the option ``mask``. If nothing changes, the result is the
-        argument ``options`` itself.
+        ``compute_dtype`` stays if it differs from q's dtype. A layer's option stays if its own steps compute the pass, and
+        is otherwise replaced: a block mask that needs all blocks, for example, becomes the option ``mask``. If nothing changes,
+        the result is the argument ``options`` itself.
 
         Args:
             arrays: q and k by name.
             options: the caller's options.
-            return_stats, outputs: what the call returns in addition to the output; the requested gradients by the names of
-                arguments.
+            return_stats: whether the call also returns the log-sum-exp.
+            outputs: the requested gradients, by the names of the arguments that request them.
         """
         layer_option, dtype, decided = split_options(options)
         dtype = read_compute_dtype(dtype, arrays["q"])
@@ -275,7 +278,8 @@ def operation(
     Args:
         function: the public function.
         arrays: the names of its arrays, among them ``q``.
-        flags: its other arguments that are not options, with their defaults.
+        flags: its other arguments that are not options, with their defaults. An argument that callers must pass also needs a
+            value here, which only :meth:`Call.of` and ``explain_function`` use.
         positional: the names of the arguments that can be passed by position. Default: the arrays.
 
     >>> from cupy_sdpa.extend import (

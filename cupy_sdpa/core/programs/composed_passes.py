@@ -28,7 +28,7 @@ from .program import Builder
 
 
 class Operands(NamedTuple):
-    """The arguments of a call of several steps after reading: all further checks and builders use them.
+    """The arguments of a call of several steps after reading. All later checks and builders use them.
 
     Attributes:
         arrays: the arrays by name, including the options' arrays.
@@ -47,9 +47,9 @@ class Operands(NamedTuple):
 
         Args:
             key: the call.
-            build: adds the steps to a builder, its first argument. It also gets ``views`` with the results, ``options``, and
-                the flags.
-            computed: the views of the arrays from which the gradients are computed, if the steps first convert some of them.
+            build: a function of a builder that adds the steps. It also gets ``views`` (with the results), ``options`` and the
+                flags.
+            computed: the views of the arrays that the gradients are computed from; ``views``, unless steps first convert some.
             result: the dtype of dout, dq, dk and dv. Default None: q's dtype.
             flags: the other arguments of :func:`.read_backward`.
         """
@@ -63,12 +63,12 @@ class Operands(NamedTuple):
 def read_operands(
     arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str] | None = None, *, result: Any = None
 ) -> Operands:
-    """Read the arrays and the options of a call of several steps, and record its functions (:func:`.kept_options`).
+    """Read a call of several steps; return ``(arrays, views, options)``, and record its score and mask functions.
 
     Args:
         arrays, options: the arrays by name, and the options of the call.
-        results: the names of the arrays that a call with ``compute_dtype`` writes; with this option, the dtypes and strides of
-            the arrays are checked. Default None: the call does not take ``compute_dtype``.
+        results: for a call that takes ``compute_dtype``, the names of the arrays that it writes; with this option, dtypes and
+            strides are also checked. Default None: the call does not take ``compute_dtype``.
         result: the dtype of dout, dq, dk and dv if the other arrays already have ``compute_dtype``. Default None: q's.
 
     Raises:

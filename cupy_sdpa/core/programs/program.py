@@ -130,15 +130,15 @@ class Builder(Steps):
     """
 
     def attend(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
-        """Attention; ``others`` are the other arguments of :func:`.read_forward`."""
+        """Add attention; ``others``: as for :func:`.read_forward`, except ``return_stats``: pass ``stats`` instead."""
         self.call(name, read_forward(q, k, v, options, return_stats=others.get("stats") is not None, **others))
 
     def attend_backward(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
-        """The gradients of attention; ``others`` are the other arguments of :func:`.read_backward`."""
+        """Add the gradients; ``others``: dout, out, stats, dq, dk, dv, deterministic, requests such as ``return_dsinks``."""
         self.call(name, read_backward(q, k, v, options, **others))
 
     def attend_to_parts(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> list[Parts]:
-        """Attention whose results are merged with others (:func:`.merge_parts`); ``others`` as for :meth:`attend`."""
+        """Add attention; return parts to merge with other parts (:func:`.merge_parts`). ``others``: as for :meth:`attend`."""
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
     def add_pass(self, views: Mapping[str, View], options: ReadOptions, **others: Any) -> None:
@@ -160,7 +160,7 @@ class Builder(Steps):
 
     @property
     def writes_16_bits(self) -> bool:
-        """Whether the engine writes outputs of FP8 arrays in 16 bits; otherwise only in FP8."""
+        """True if the engine can write outputs of FP8 arrays in 16 bits; otherwise it writes them only in FP8."""
         from ..support.rules import writes_16_bits
 
         return self.device is None or writes_16_bits(cupy_runtime.capability(self.device))

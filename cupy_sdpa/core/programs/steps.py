@@ -23,7 +23,8 @@ from ..runtime.interpreted_array import InterpretedArray, plain
 class Constant:
     """A dense numpy array whose elements are known when a program is built, and its copies on GPUs.
 
-    >>> builder = Steps(device=None)
+    >>> from cupy_sdpa.extend import Builder
+    >>> builder = Builder(device=None)
     >>> builder.constant(Constant(np.arange(3, dtype=np.int32)), keep=True).shape
     (3,)
     """
@@ -181,7 +182,7 @@ class Steps:
         return view
 
     def temporary_stats(self, q: View) -> View:
-        """Return an array as :meth:`temporary`, with one number for each row of scores; see :meth:`.View.row_stats`."""
+        """Return a :meth:`temporary` array with one number for each row of scores; see :meth:`.View.row_stats`."""
         stats = View.row_stats("stats", q)
         return self.temporary(stats.shape, stats.dtype)
 
@@ -216,14 +217,15 @@ class Steps:
         self.check_lengths(attend.of, attend.arrays)
 
     def check(self, function: Callable[[Mapping[str, Any]], object], views: Mapping[str, View]) -> None:
-        """Require something of elements of the caller's arrays, such as lengths, in every call on the CPU.
+        """Add a check of elements of the caller's arrays, such as lengths, that every call on the CPU makes.
 
-        The function takes the caller's arrays by the names of ``views``, and raises ValueError.
+        The function gets the caller's arrays by the names in ``views``, and raises ValueError if an element is invalid.
 
         >>> def is_increasing(arrays):
         ...     if (np.diff(arrays["starts"]) < 0).any():
         ...         raise ValueError(f"starts is {arrays['starts']}; it must not decrease: sort it")
-        >>> builder = Steps(device=None)
+        >>> from cupy_sdpa.extend import Builder
+        >>> builder = Builder(device=None)
         >>> builder.check(is_increasing, {"starts": View.dense("starts", (4,), np.int32, None)})
         """
         self.checks.append(Check(function, views))
@@ -257,8 +259,8 @@ class Steps:
     def padded_head_dim(width: int, *, equal: bool = False) -> int:
         """Return the smallest head dim that cuDNN's kernels support and that is at least ``width``.
 
-        ``equal``: the call needs equal head dims (core/support/known_bugs.py). These calls have packed sequences, or a block
-        mask whose blocks are copied to packed sequences, or deterministic gradients. Packed sequences need twice the multiple.
+        ``equal``: the call needs equal head dims (core/support/known_bugs.py), because it has packed sequences, a block mask
+        whose blocks are copied to packed sequences, or deterministic gradients. The multiple is then twice as large.
         """
         from ..support.rules import HEAD_DIM_MULTIPLE
 

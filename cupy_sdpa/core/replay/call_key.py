@@ -20,7 +20,7 @@ Arguments = tuple[tuple[Any, ...], list[Any]]
 
 
 class BoundPrograms(dict[Any, Any]):
-    """The bound programs, by key, of an object such as a group. They refer to the object, and end with it.
+    """The bound programs of an object such as a group, by key. They may refer to the object, and are freed with it.
 
     ``built`` are the programs that are not bound yet, by what they depend on.
     """
@@ -52,7 +52,7 @@ class CallKey(NamedTuple):
 
     @staticmethod
     def new_programs() -> BoundPrograms:
-        """Return :attr:`programs` for an object such as a group: its programs may refer to the object, and end with it."""
+        """Return :attr:`programs` for an object such as a group. They may refer to the object, and are freed with it."""
         return BoundPrograms()
 
     def named(self) -> dict[str, Any]:

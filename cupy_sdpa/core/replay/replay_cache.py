@@ -354,7 +354,7 @@ def run_cached(
 ) -> list[Any] | None:
     """Run a cached call; return None if it must be parsed. The arguments are as for :class:`.CallKey`.
 
-    An operation that calls it before it makes a call saves time in repeated calls; :func:`.results_of` does both.
+    To save time in repeated calls, call it first, and make a :class:`.Call` for :func:`.results_of` only if it returns None.
 
     >>> from cupy_sdpa import attention
     >>> q = np.zeros((8, 1, 4, 1), order="F")

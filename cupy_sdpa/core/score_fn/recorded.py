@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .expression import LEAVES
+from .expression import AXES, LEAVES
 from .numpy_calls import Access, NumpyCall, Result, make_calls
 from .proxy import Value
 from .tracer import FunctionTracer, Traced, check_function, trace
@@ -21,7 +21,7 @@ class Recorded:
     """A snapshot of a score or mask function: it makes the numpy calls that the function made when it was traced.
 
     It keeps no reference to the function, to anything that the function refers to, or to arrays, so later changes to them have
-    no effect. Equal recorded functions are the same object, see :func:`recorded`.
+    no effect. Equal recorded functions are the same object.
 
     Attributes:
         option: ``score_mod`` or ``mask_mod``.
@@ -81,10 +81,13 @@ class Recorded:
 
         Args:
             reads: for each element that the function reads, the element of the call's arrays to read instead.
-            starts: for each axis, what to add to the call's index: a number, or an array element. Default None: nothing.
+            starts: for ``b``, ``h``, ``q_idx`` and ``kv_idx``, what to add to the call's index: a number, or an array element.
+                Default None: nothing.
             places: for other axes, the array element that contains the position. Default None: the index is the position.
         """
         starts = starts or {}
+        for axis in {*starts, *(places or {})}.difference(AXES):
+            raise ValueError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
         shifts = [
             NumpyCall(np.add, (axis, Access(*start) if isinstance(start, tuple) else start), self.name[2])
             for axis, start in starts.items()

@@ -1,4 +1,4 @@
-"""A version of cuDNN: what it supports, what this process has of it, and what is missing to run on a GPU."""
+"""A version of cuDNN: what it supports, which one this process has loaded, and what is missing to run on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .why_not import unverified_rules, why_not
 
 
 class Cudnn:
-    """A version of cuDNN, and what it supports. Nothing is loaded, except by :meth:`installed` and :meth:`planning_version`.
+    """A version of cuDNN, and what it supports. Only static methods load cuDNN.
 
     Args:
         version: the version, such as ``"9.19"``. Default None: the newest known one.

@@ -29,7 +29,7 @@ WITHOUT_CUDNN = (
 )
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
-#: Head dims are multiples of this number, of 16 bits each; twice as many in FP8.
+#: Head dims must be multiples of this number in 16 bits, and of twice this number in FP8.
 HEAD_DIM_MULTIPLE = 8
 #: Compute capabilities: of the supported GPUs, of some generations, and of all other generations.
 ALL_GPUS, HOPPER, BLACKWELL = range(MINIMUM_CAPABILITY, 130), range(90, 100), range(100, 120)
