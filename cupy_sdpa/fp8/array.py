@@ -14,7 +14,7 @@ import numpy as np
 
 from ..extend import Array, cupy_runtime, dtype_name, in_words, numpy_dtype
 from . import fp8_kernels
-from .fp8_kernels import FP8_DTYPES
+from .fp8_kernels import FP8_DTYPES, is_name
 
 #: The dtypes that :meth:`Fp8Array.dequantize` gives.
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -86,7 +86,7 @@ class Fp8Array:
         stored = dtype_name(data.dtype)
         if dtype is None:
             dtype = "float8_e4m3fn" if on_gpu else stored
-        if dtype not in FP8_DTYPES or stored != ("uint8" if on_gpu else dtype):
+        if not is_name(dtype, FP8_DTYPES) or stored != ("uint8" if on_gpu else dtype):
             raise TypeError(
                 f"data is {stored} and dtype is {dtype!r}; the dtype must be {' or '.join(FP8_DTYPES)}, and the array "
                 f"{'uint8' if on_gpu else 'of that dtype'}: use fp8.quantize for other arrays"

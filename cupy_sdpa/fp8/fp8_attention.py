@@ -30,7 +30,7 @@ from ..extend import (
     takes_options,
 )
 from .array import Fp8Array, descales, factor, made
-from .fp8_kernels import FACTOR_STEP
+from .fp8_kernels import FACTOR_STEP, is_name
 from .fp8_passes import FACTORS, MEAN, OUTPUTS, backward, forward, keep_in_fp8, mean_shape, read_results
 from .quantize import SOURCES, check_dtypes, check_source
 
@@ -333,7 +333,7 @@ def _check_fp8_call(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtyp
         raise ValueError("v.rotated is True; the rotation of v would remain in the output: quantize v without rotate")
     if k.rotated:
         _check_axes({"k": k} if converts else {"q": q, "k": k}, options)
-    if out_dtype is not None and out_dtype not in OUTPUTS:
+    if out_dtype is not None and not is_name(out_dtype, OUTPUTS):
         raise TypeError(f"out_dtype is {out_dtype!r}; it must be 'float16' or 'bfloat16', or None for {dtype}")
     if out_dtype is not None and out_scale is not None:
         raise ValueError(f"out_scale is for FP8 outputs, and out_dtype is {out_dtype!r}: omit one of them")

@@ -19,6 +19,16 @@ from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy
 #: The FP8 dtypes.
 FP8_DTYPES = tuple(name for name, of in TYPES.items() if of.itemsize == 1)
 
+
+def is_name(dtype: Any, names: Sequence[str]) -> bool:
+    """Return True if a dtype is one of the names. A dtype of numpy is not, although it is equal to its name.
+
+    >>> is_name("float8_e5m2", FP8_DTYPES), is_name(numpy_dtype("float8_e5m2"), FP8_DTYPES)
+    (True, False)
+    """
+    return isinstance(dtype, str) and dtype in names
+
+
 #: A rotation, for the kernels that convert to and from FP8. Its operations are rounded one by one, in the order of
 #: :func:`rotate`: every kernel and numpy compute the same bits.
 ROTATION = """

@@ -32,7 +32,7 @@ from ..extend import (
 from ..layout import Layout
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
-from .fp8_kernels import FP8_DTYPES
+from .fp8_kernels import FP8_DTYPES, is_name
 from .fp8_passes import add_conversions, expected_lengths, mean_shape
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
@@ -106,7 +106,7 @@ def quantize_all(
     centered: Sequence[bool],
 ) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
-    if not isinstance(dtype, str) or dtype not in FP8_DTYPES:
+    if not is_name(dtype, FP8_DTYPES):
         raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_DTYPES)}")
     names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
     arguments = ("lengths",) if len(arrays) == 1 else ("seq_lens_q", "seq_lens_kv", "seq_lens_kv")
@@ -249,7 +249,7 @@ class DelayedScaling:
         self, like: Array, history: int = 16, dtype: str = "float8_e4m3fn", *, amax: float | None = None, rotate: bool = False
     ) -> None:
         read_array("like", like)
-        if dtype not in FP8_DTYPES:
+        if not is_name(dtype, FP8_DTYPES):
             raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_DTYPES)}")
         if not isinstance(history, int) or history < 1:
             raise ValueError(f"history is {history!r}; it must be a number of arrays, 1 or more")

@@ -269,11 +269,11 @@ class ContextParallel:
         forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv)).snapshot()
         out, stats = results_of(forward)
 
-        def pullback(self: ContextParallel, dout: Any) -> tuple[Any, ...]:
+        def pullback(self: ContextParallel, q: Any, dout: Any) -> tuple[Any, ...]:  # an error is sent from q's device
             of_pass = {**arrays, "dout": dout, "out": out, "stats": stats}
             return tuple(results_of(self._call(of_pass, forward.key.options, of)))
 
-        return out, functools.partial(_collective(pullback), self)
+        return out, functools.partial(_collective(pullback), self, q)
 
     @takes_options(name="ContextParallel")
     def explain(

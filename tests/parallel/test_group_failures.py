@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from engines import on_cudnn
 from parallel_cases import METHODS, TEXT_BYTES, Problem
 
 from cupy_sdpa import get_plan_cache
@@ -197,6 +198,21 @@ def test_a_refused_call_names_the_layout_once():
         assert str(caught.value).count("[layout='bshd']") == 1
 
     run_threads(Loopback(3, timeout=5).members, member)
+
+
+@on_cudnn
+def test_a_gradient_on_the_cpu_raises_on_every_member_of_a_pullback(engine):
+    """The member sends its error from the device of its other arrays, although the pullback's only argument is not there."""
+
+    def member(own):
+        cp, x = context_parallel(own), engine.xp.ones((1, 4, 2, 16), np.float16)
+        _, pullback = cp.attention_vjp(x, x, x, layout="bshd")
+        with pytest.raises(ValueError, match="dout has 2 axes") as caught:
+            pullback(np.ones((4, 16)) if own.rank == 0 else x)
+        assert ("member 0 rejected the call" in str(caught.value)) is (own.rank == 1)
+        get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(2, timeout=20).members, member)
 
 
 @pytest.mark.parametrize("options", [{"layout": "foo"}, {"engine": "cudnn"}, {"return_stats": 2}, {"softcap": -1.0}], ids=str)
