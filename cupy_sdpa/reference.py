@@ -491,8 +491,9 @@ def _check(
         if array is None or packed:
             continue
         full = (k.shape[2], q.shape[2], q.shape[1], q.shape[3] // times)
-        if array.ndim != 4 or any(length not in (1, whole) for length, whole in zip(array.shape, full, strict=True)):
-            raise ValueError(f"{name} has shape {array.shape}; it must broadcast to {full}, (Skv, Sq, Hq, B)")
+        shape = np.shape(array)
+        if len(shape) != 4 or any(length not in (1, whole) for length, whole in zip(shape, full, strict=True)):
+            raise ValueError(f"{name} has shape {shape}; it must broadcast to {full}, (Skv, Sq, Hq, B)")
     if packed and repeats != 1:
         raise ValueError(f"bias_repeats is {repeats}; the reference does not take it with packed sequences")
     window = (*options["window"],) if options.get("window") is not None else (None, None)

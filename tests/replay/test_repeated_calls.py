@@ -50,6 +50,14 @@ def parsed(engine, calls, *changes):
         pytest.skip(f"not supported: {error}") if engine.name == "cupy" else pytest.fail(str(error))
 
 
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_results_have_the_same_strides_in_every_call(layout, engine):
+    """Also along axes of length 1: otherwise the next call of a result would be another call than that of the first one."""
+    lengths = {"b": 1, "s": 5, "h": 1, "d": 8}
+    q = engine.xp.ascontiguousarray(engine.normal(0, *(lengths[letter] for letter in layout)))
+    assert len({attention(q, q, q, layout=layout).strides for _ in range(OFTEN + 1)}) == 1
+
+
 @pytest.mark.parametrize("name", FIRST)
 def test_values_and_addresses(name, engine):
     """In place, with results of the caller and with new ones; on other memory nothing is parsed. Earlier results stay."""

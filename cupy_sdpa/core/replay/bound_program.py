@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..boundary.read_array import check_separate, tensor_name
+from ..problem.tensor_spec import dense_strides
 from ..problem.view import View, array_of_view, placed
 
 #: A program and its arrays. :class:`.core.programs.executor.ReadCall` is in a layer above.
@@ -132,10 +133,11 @@ class HostProgram(BoundProgram):
 
 
 def created_like(array: Any) -> Created:
-    """Return how to create an array like a result."""
-    dense = array.flags.f_contiguous or array.flags.c_contiguous
+    """Return how to create an array like a result, also with its strides along axes of length 1."""
     order: Literal["C", "F"] = "F" if array.flags.f_contiguous else "C"
-    return array.shape, array.dtype, array.nbytes, None if dense else array.strides, order
+    step = 1 if order == "F" else -1
+    dense = dense_strides(array.shape[::step], array.itemsize)[::step]
+    return array.shape, array.dtype, array.nbytes, None if array.strides == dense else array.strides, order
 
 
 def equal_runs(created: Sequence[Created]) -> list[slice]:
