@@ -27,6 +27,8 @@ from .weight_options import ROWS
 
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
+#: The queries or keys of a block of a block mask.
+_BLOCK = 128
 #: The largest magnitude of a score to which the error of approximate functions is relative.
 _MAX_APPROXIMATE_SCORE = 60
 
@@ -77,9 +79,9 @@ class _Floors:
             self.of_scores += FP8_SUM * abs(inputs.scale) * norms
         self.of_scores += self.approximate * np.minimum(scores, _MAX_APPROXIMATE_SCORE)
         derivative = np.asarray(truth.score_derivative)
-        is_function = "softcap" in case.options or "score_mod" in case.options
+        self.is_function = "softcap" in case.options or "score_mod" in case.options
         self.of_derivative = truth.score_curvature * self.of_scores + truth.difference_error
-        self.of_derivative = self.of_derivative + 4 * work * (1 + np.abs(derivative)) * is_function
+        self.of_derivative = self.of_derivative + 4 * work * (1 + np.abs(derivative)) * self.is_function
         self.of_stats = work * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
 
     def all(self) -> dict[str, float]:
@@ -109,6 +111,9 @@ class _Floors:
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])
+        for name in {"dq", "dk", "dv"} & floors.keys():  # the results are rounded, with a block mask also their terms
+            terms = 1 + ("block_mask" in self.inputs.case.options) * max(p.shape[-2:]) / _BLOCK
+            floors[name] += DEVIATIONS * self.subnormal * (terms / 3) ** 0.5
         if "fp8" in self.inputs.case.options:
             floors["out"] += 2 * self.subnormal  # of the output
             if self.inputs.case.paged:  # the results of chunks are rounded before they are merged
@@ -142,6 +147,8 @@ class _Floors:
         of_p = 2 * self.of_scores + 2 * self.of_stats  # relative
         of_element = ds * (self.rounding + self.approximate + of_p + self.of_product) + p * of_dp + self.subnormal * (p > 0)
         of_dproduct = of_element * derivative + ds * self.of_derivative
+        if self.is_function:  # dS times the derivative is rounded, too; a product below a subnormal number becomes 0
+            of_dproduct = of_dproduct + np.minimum(self.subnormal, ds * derivative)
         of_ds = np.sqrt(of_dproduct**2 + (p * of_delta * derivative) ** 2)
         of_weight = keep * (p * (self.rounding + of_p) + self.subnormal * (p > 0))
         # The error of delta is common to a row, so its terms of dq add up.
