@@ -265,7 +265,7 @@ def test_recording_bytes_are_those_of_the_device(engine, call, cache):
     if engine.name == "fake":
         pytest.skip("the fake CuPy does not count the memory of the driver")
     runtime, pool, taken = engine.xp.cuda.runtime, engine.xp.get_default_memory_pool(), []
-    for _ in range(5):  # other processes use the same GPU: the smallest decrease counts
+    for _ in range(50):  # other processes may use the same GPU: the smallest decrease counts
         cache.clear()
         outputs = [engine.nan(*call.q.shape) for _ in range(101)]
         for number, out in enumerate(outputs):
