@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cupy_sdpa.cli.console import CommandError
-from cupy_sdpa.core.errors import pip_install
+from cupy_sdpa.cli.console import CommandError, pip_install
 
 from . import figures, table
 from .runner import parser

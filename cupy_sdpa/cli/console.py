@@ -36,6 +36,15 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return super()._fill_text(text, width, indent) if "\n" in text else textwrap.fill(text, width)
 
 
+def pip_install(extra: str, other: str = "") -> str:
+    """Return the command that installs an extra of this package, or an ``other`` one, for messages; the package is on no index.
+
+    >>> pip_install("plot")
+    "pip install -e '.[plot]' in a clone of the repository"
+    """
+    return f"pip install -e '.[{extra}]'{f' (or [{other}])' if other else ''} in a clone of the repository"
+
+
 class CommandError(Exception):
     """A command cannot run; the message is printed as one line."""
 

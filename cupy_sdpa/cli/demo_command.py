@@ -17,11 +17,20 @@ import numpy as np
 
 from .. import __version__, reference
 from ..attention_functions import attention
-from ..core.errors import pip_install
 from ..explanation import explain
 from ..extend import cupy_runtime, numpy_dtype
 from . import machine
-from .console import CommandError, command_errors, milliseconds, one_line, output_file, positive, print_labeled, working
+from .console import (
+    CommandError,
+    command_errors,
+    milliseconds,
+    one_line,
+    output_file,
+    pip_install,
+    positive,
+    print_labeled,
+    working,
+)
 
 DESCRIPTION = "Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which."
 EPILOG = """\

@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from ..core.errors import pip_install
 from ..extend import cupy_runtime
 from ..extend.cudnn import Cudnn
-from .console import one_line
+from .console import one_line, pip_install
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,
 #: the module was built for a different numpy version, the versions of its parts do not match.

@@ -18,17 +18,8 @@ def in_words(x: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' or name.startswith('Fp8') else 'a'} {name}"
 
 
-def pip_install(extra: str, other: str = "") -> str:
-    """Return the command that installs an extra of this package, or an ``other`` one, for messages; the package is on no index.
-
-    >>> pip_install("plot")
-    "pip install -e '.[plot]' in a clone of the repository"
-    """
-    return f"pip install -e '.[{extra}]'{f' (or [{other}])' if other else ''} in a clone of the repository"
-
-
-#: The command that installs what the GPU needs.
-INSTALL_FOR_GPU = pip_install("cuda12", "cuda13")
+#: The command that installs what the GPU needs; the package is on no index.
+INSTALL_FOR_GPU = "pip install -e '.[cuda12]' (or [cuda13]) in a clone of the repository"
 
 
 class Unsupported(NotImplementedError):

@@ -1,6 +1,7 @@
 """The CPU engine: its rules are complete, tiles have no effect on results, memory is bounded."""
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask
 from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.functions import of_program
 from cupy_sdpa.check.sampler import Limits
 from cupy_sdpa.core.cudnn.constants import PointwiseMode
 from cupy_sdpa.core.cudnn_engine import lowering
@@ -65,6 +67,17 @@ def test_every_row_of_the_modes_is_complete(mode):
         compare = {name: getattr(np, MODES[name].numpy) for name in (mode, row.flipped, row.opposite)}
         np.testing.assert_array_equal(compare[mode](x, y), compare[row.flipped](y, x))
         np.testing.assert_array_equal(compare[mode](x, y), ~compare[row.opposite](x, y))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_self_test_computes_every_mode(mode):
+    """It has a table of its own, with equal results."""
+    row = MODES[mode]
+    function = row.numpy if callable(row.numpy) else getattr(np, row.numpy)
+    for operands in ((0.5, 0.25, 1.0), (1.0, 2.0, 0.0)):
+        values = [{"mode": "constant", "value": x} for x in operands[: row.operands]]
+        program = {"arrays": {}, "steps": [*values, {"mode": mode, "args": [*range(row.operands)]}]}
+        assert of_program("score_mod", json.dumps(program)).call(0.0, 0, 0, 0, 0) == function(*operands[: row.operands])
 
 
 @pytest.mark.parametrize("mode", MODES)

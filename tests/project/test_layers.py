@@ -50,13 +50,6 @@ LAYERS = (
 #: The public face of the core: modules of the root with what users import. They may import the core, as the root itself does.
 #: Those that need no layer are below the layers in :data:`LAYERS`, so that layers may call them.
 FACE = {"__init__", "attention_functions", "explanation", "helpers", "layout", "preparation", "store", "vjp"}
-#: The names of the core besides :mod:`cupy_sdpa.extend` that a layer imports, each group with the reason; never to be extended.
-EXCEPTIONS = {
-    # saved functions are computed with numpy, independently of the engine
-    "check": {"score_fn.modes.MODES"},
-    # how to install what is missing
-    "cli": {"errors.pip_install"},
-}  # fmt: skip
 #: The names of classes that are also names of types elsewhere, with the reasons.
 SAME_NAMES = {
     "Array": "numpy's arrays, in modules that never see others",
@@ -172,8 +165,8 @@ def names_inside():
 
 
 def test_layers_import_the_interface_of_the_core():
-    """Names of :mod:`cupy_sdpa.extend`; the others are exceptions, which are removed when they are not needed any more."""
-    assert names_inside() == EXCEPTIONS
+    """No other name of the core."""
+    assert names_inside() == {}
 
 
 def test_the_interface_is_documented():
