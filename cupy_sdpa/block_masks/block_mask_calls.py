@@ -34,6 +34,11 @@ def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
     return with_dense_mask(q, k, mask, rest)
 
 
+def decide_dense(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return :func:`dense_options` of a call's arrays: :attr:`.Call.decide` of operations that do not compute blocks."""
+    return dense_options(arrays["q"], arrays["k"], options)
+
+
 def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with a block mask as ``mask=``, or as a mask function if ``mask`` is already passed.
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..extend import Builder, Constant, Parts, ReadOptions, View, merge_parts
+from ..extend import KEY_ARRAYS, Builder, Constant, Parts, ReadOptions, View, merge_parts
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements, sum_blocks
@@ -23,8 +23,6 @@ from .segments import PackedSegments, SegmentSlice, gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31
-#: The arrays with one row per key.
-KEY_ARRAYS = ("k", "v", "dk", "dv")
 
 T = TypeVar("T")
 

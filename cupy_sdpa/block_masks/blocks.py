@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import TYPES, Parts, Struct, cuda_kernel, cupy_runtime, dtype_name
+from ..extend import TYPES, UNITS, Parts, Struct, cuda_kernel, cupy_runtime, dtype_name
 
 #: The number of queries in a block, which is also its number of keys.
 BLOCK = 128
 #: The number of threads in a thread block.
 THREADS = 128
-#: The C types in which kernels copy memory, by their size in bytes.
-_UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
+#: The C types in which the kernels copy memory, by their size in bytes.
+_UNITS = {**UNITS, 1: "unsigned char"}
 #: The rows of an array as kernels read them: the address, and strides in bytes.
 _ROWS = Struct("Rows", "data head row batch rows")
 #: The arguments of :func:`copy_blocks`; width is the number of bytes in one head's row of the copies.

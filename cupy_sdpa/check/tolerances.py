@@ -27,7 +27,7 @@ from .weight_options import ROWS
 
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
-#: The queries or keys of a block of a block mask.
+#: The number of queries or keys in a block, see :mod:`cupy_sdpa.block_masks`.
 _BLOCK = 128
 #: The largest magnitude of a score to which the error of approximate functions is relative.
 _MAX_APPROXIMATE_SCORE = 60
@@ -147,7 +147,7 @@ class _Floors:
         of_p = 2 * self.of_scores + 2 * self.of_stats  # relative
         of_element = ds * (self.rounding + self.approximate + of_p + self.of_product) + p * of_dp + self.subnormal * (p > 0)
         of_dproduct = of_element * derivative + ds * self.of_derivative
-        if self.is_function:  # dS times the derivative is rounded, too; a product below a subnormal number becomes 0
+        if self.is_function:  # dS times the derivative is also rounded; tiny products become 0
             of_dproduct = of_dproduct + np.minimum(self.subnormal, ds * derivative)
         of_ds = np.sqrt(of_dproduct**2 + (p * of_delta * derivative) ** 2)
         of_weight = keep * (p * (self.rounding + of_p) + self.subnormal * (p > 0))

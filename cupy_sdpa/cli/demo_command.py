@@ -18,7 +18,7 @@ import numpy as np
 from .. import __version__, reference
 from ..attention_functions import attention
 from ..explanation import explain
-from ..extend import cupy_runtime, numpy_dtype
+from ..extend import FLOAT_DTYPES, cupy_runtime, numpy_dtype
 from . import machine
 from .console import (
     CommandError,
@@ -45,8 +45,6 @@ python -m examples.generation
 HEADS, HEAD_DIM = 8, 64
 #: The words whose weights are printed, the tokens in the picture, and the longest sequence of which every query is checked.
 INTERESTING, WINDOW, CHECKED = ("marmalade", "watch", "garden"), 40, 2048
-#: The choices of ``--dtype``.
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add, engines = parser.add_argument, "auto (default): cuDNN if it can run, else numpy; cupy: a GPU without cuDNN"
     add("--causal", action="store_true", help="each word attends only to itself and earlier words")
     add("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
+    add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
     add("--engine", choices=("auto", "cudnn", "cupy", "numpy"), default="auto", help=engines)
     drawn = "also draw the weights (FILE defaults to attention.png; needs matplotlib)"
     add("--plot", type=output_file, nargs="?", const="attention.png", metavar="FILE", help=drawn)

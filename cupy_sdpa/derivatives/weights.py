@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .. import Problem, Unsupported
-from ..block_masks.block_mask_calls import dense_options
+from ..block_masks.block_mask_calls import decide_dense
 from ..extend import (
     OPTIONS,
     Array,
@@ -81,18 +81,12 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
 def _sums_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
     """Return a call of :func:`weight_sums` as a value."""
     key = CallKey(("weight sums", per_kv_head), ("q", "k"), arrays, options)
-    return Call(key, functools.partial(_parse_sums, per_kv_head=per_kv_head), _converted("sums", options), _decide)
+    return Call(key, functools.partial(_parse_sums, per_kv_head=per_kv_head), _converted("sums", options), decide_dense)
 
 
 def _converted(result: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the results to convert back: only ``engine`` converts arrays."""
     return (result,) if "engine" in options else ()
-
-
-def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options with a dense mask instead of ``block_mask``."""
-    dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
-    return dense
 
 
 def _parse_sums(key: CallKey, *, per_kv_head: bool) -> ReadCall:
@@ -179,7 +173,7 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
 def _entropy_call(arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
     """Return a call of :func:`weight_entropy` as a value."""
     key = CallKey(("weight entropy",), ("q", "k"), arrays, options)
-    return Call(key, _parse_entropy, _converted("entropies", options), _decide)
+    return Call(key, _parse_entropy, _converted("entropies", options), decide_dense)
 
 
 def _parse_entropy(key: CallKey) -> ReadCall:

@@ -8,8 +8,8 @@ other names of the core may change without notice.
 operation  operation, Call, CallKey, ReadCall, results_of, run_cached, read_operands, read_forward, composed
 steps      Builder, View, Constant
 options    takes_options, OPTIONS, Options, ReadOptions, Band, Recorded, read_flag, read_number
-arrays     Array, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype, rounded
-kernels    cupy_runtime, Struct, cuda_kernel, TYPES
+arrays     Array, Axes, Expected, check_arrays, read_array, dtype_name, numpy_dtype, rounded, FLOAT_DTYPES, KEY_ARRAYS
+kernels    cupy_runtime, Struct, cuda_kernel, TYPES, UNITS
 merging    Parts, merge_parts
 messages   in_words
 ========== ===================================================================================================================
@@ -26,7 +26,8 @@ from ..core.kernels.merge import Parts, merge_parts
 from ..core.options.band import Band
 from ..core.options.table import OPTIONS, Options
 from ..core.options.values import read_flag, read_number
-from ..core.problem.tensor_spec import Expected, dtype_name, numpy_dtype, rounded
+from ..core.problem.arrays import KEY_ARRAYS
+from ..core.problem.tensor_spec import FLOAT_DTYPES, Expected, dtype_name, numpy_dtype, rounded
 from ..core.problem.view import View
 from ..core.programs.calls import Call, operation, results_of
 from ..core.programs.composed_passes import read_operands
@@ -37,12 +38,15 @@ from ..core.replay.call_key import CallKey
 from ..core.replay.replay_cache import run_cached
 from ..core.runtime import cupy_runtime
 from ..core.runtime.cuda_code import Struct, cuda_kernel
-from ..core.runtime.dtypes import TYPES
+from ..core.runtime.dtypes import TYPES, UNITS
 from ..core.score_fn.recorded import Recorded
 
 __all__ = [
+    "FLOAT_DTYPES",
+    "KEY_ARRAYS",
     "OPTIONS",
     "TYPES",
+    "UNITS",
     "Array",
     "Axes",
     "Band",

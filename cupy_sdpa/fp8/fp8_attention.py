@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 
 from .. import Unsupported
-from ..block_masks.block_mask_calls import dense_options
+from ..block_masks.block_mask_calls import decide_dense
 from ..extend import (
     Array,
     Axes,
@@ -149,11 +149,6 @@ class _Request(NamedTuple):
             raise TypeError(f"engine is {engine!r}, which FP8 arrays do not take: they determine the engine; omit engine")
         _check_fp8_call(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
 
-    def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options with a dense mask instead of ``block_mask``."""
-        dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
-        return dense
-
     def parse(self, key: CallKey) -> ReadCall:
         """Check the arrays and the options."""
         arrays, views, options = read_operands(key.named(), key.options)
@@ -219,7 +214,7 @@ def _fp8_call(
     key = CallKey(tag, _NAMES, arrays, options)
     request = _Request(q, k, v, options, return_stats, return_amax, out_dtype, out_scale, scale, factors[2], converts)
     count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
-    return Call(key, request.parse, _RESULTS[:count], request.decide, request.finish, request.check)
+    return Call(key, request.parse, _RESULTS[:count], decide_dense, request.finish, request.check)
 
 
 #: The call of :func:`cupy_sdpa.attention` of arrays of this type.

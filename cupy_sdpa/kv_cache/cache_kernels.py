@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, rounded
+from ..extend import TYPES, UNITS, Struct, cuda_kernel, cupy_runtime, dtype_name, rounded
 from ..fp8.fp8_kernels import PACK, ROTATION, rotated_values
 from .rope_kernel import ROPE, SHARED_TURNS, position_strides, rotated, types_of
 
@@ -33,8 +33,6 @@ class State(NamedTuple):
     starts: Any
 
 
-#: The C types in which kernels copy memory, by their size in bytes.
-_WORDS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 #: The maximum number of pairs in a launch. They are passed by value: kernels take arguments of at most 4 KiB in total.
 _MAX_PAIRS = 500
 _PAIRS = np.dtype([("count", np.int32), ("first", np.int32, _MAX_PAIRS), ("second", np.int32, _MAX_PAIRS)])
@@ -85,7 +83,7 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
         units = page // unit
         grid = (min(64, -(-units // 256)), int(batch["count"]), storage.shape[4])
         arguments = (storage, batch, np.int64(units), np.int64(storage.strides[4] // unit))
-        _copy_pages_kernel(_WORDS[unit])(grid, (256,), arguments)
+        _copy_pages_kernel(UNITS[unit])(grid, (256,), arguments)
 
 
 @cuda_kernel
@@ -135,7 +133,7 @@ def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[
         units = storage.strides[1] // unit
         numbers = (np.int32(units), np.int32(size), np.int32(heads), np.int64(storage.strides[4] // unit))
         grid, block = (int(batch["count"]), heads, layers), (min(128, units),)
-        _copy_rows_kernel(_WORDS[unit])(grid, block, (storage, copied, batch, *numbers, np.int32(to_storage)))
+        _copy_rows_kernel(UNITS[unit])(grid, block, (storage, copied, batch, *numbers, np.int32(to_storage)))
 
 
 @cuda_kernel
@@ -169,7 +167,7 @@ def clear_rows(storages: Sequence[Any], spans: Sequence[tuple[int, int]]) -> Non
         units = storage.strides[1] // unit
         numbers = (np.int32(units), np.int32(storage.shape[1]), np.int64(storage.strides[4] // unit))
         grid = (int(batch["count"]), storage.shape[2], storage.shape[4])
-        _clear_rows_kernel(_WORDS[unit])(grid, (128,), (storage, batch, *numbers))
+        _clear_rows_kernel(UNITS[unit])(grid, (128,), (storage, batch, *numbers))
 
 
 @cuda_kernel
@@ -419,7 +417,7 @@ def _append_kernel(source: str, dtype: str) -> str:
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
     of all heads, ``threadIdx.x`` the units of a row, or the pairs of channels that are rotated.
     """
-    cases = " ".join(f"case {size}: WRITE(Copy<{unit}>()); break;" for size, unit in _WORDS.items())
+    cases = " ".join(f"case {size}: WRITE(Copy<{unit}>()); break;" for size, unit in UNITS.items())
     code, write = _COPY, f"switch (s.unit) {{ {cases} }}"
     if dtype:
         code = _convert_code(source, dtype)

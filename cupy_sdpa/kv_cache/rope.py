@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..extend import (
+    FLOAT_DTYPES,
     Array,
     Axes,
     Expected,
@@ -299,8 +300,8 @@ def apply_rope(
 
 def _check_tokens(x: Any, dtype: str, others: dict[str, Any]) -> None:
     """Check the tokens of :func:`apply_rope`, and their positions."""
-    if dtype not in kernels.DTYPES:
-        raise TypeError(f"x is {dtype}; it must be {', '.join(kernels.DTYPES)}: convert with .astype()")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
     packed, listed = "cu_seqlens_q" in others, others.get("positions")
     if x.ndim not in ((3, 4) if listed is not None else (3,) if packed else (4,)):
         raise ValueError(

@@ -12,8 +12,6 @@ from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
 
 #: The maximum number of rotated pairs of channels. Their frequencies are an argument of the kernels.
 MAX_PAIRS = 128
-#: The dtypes of the arrays.
-DTYPES = tuple(name for name, of in TYPES.items() if of.itemsize > 1)
 #: A rotation as kernels read it. ``turns`` are the turns per position: angle / (2 pi) * 2^64, modulo 2^64.
 RECORD = np.dtype([("pairs", "i8"), ("interleaved", "i8"), ("factor", "f8"), ("turns", "u8", MAX_PAIRS)])
 

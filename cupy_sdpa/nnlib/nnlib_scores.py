@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..extend import check_arrays, cupy_runtime
+from ..extend import FLOAT_DTYPES, check_arrays, cupy_runtime
 from .masks import Mask
 from .nnlib_arrays import check_array, to_four_axes
-
-#: The dtypes of the arrays.
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def dot_product_attention_scores(
@@ -67,8 +64,8 @@ def _check_score_arrays(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]
         raise ValueError(f"q is {q.shape} and k is {k.shape}; both must be (d, nheads, len, B), and may differ only in len")
     if q.dtype != k.dtype:
         raise TypeError(f"q is {q.dtype} and k is {k.dtype}; they must have the same dtype: convert one of them")
-    if str(q.dtype) not in _DTYPES:
-        raise TypeError(f"q is {q.dtype}; attention supports {', '.join(_DTYPES)}: convert with .astype(...)")
+    if str(q.dtype) not in FLOAT_DTYPES:
+        raise TypeError(f"q is {q.dtype}; attention supports {', '.join(FLOAT_DTYPES)}: convert with .astype(...)")
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:

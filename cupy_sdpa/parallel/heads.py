@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..extend import ReadOptions, View
+from ..extend import KEY_ARRAYS, ReadOptions, View
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend
 from .shards import ShardLayout
@@ -97,7 +97,7 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
 
 def _side(config: Configuration, name: str) -> tuple[int, ShardLayout]:
     """Return whether an array has positions of queries (0) or of keys (1), and which member holds which of them."""
-    return (1, config.keys) if name in ("k", "v", "dk", "dv") else (0, config.queries)
+    return (1, config.keys) if name in KEY_ARRAYS else (0, config.queries)
 
 
 def _axes(config: Configuration, x: View) -> tuple[int, int]:

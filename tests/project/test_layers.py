@@ -186,7 +186,7 @@ def test_the_names_of_the_interface():
     """At most 40 names, each with an example in its docstring or in the one that it refers to; types and tables need none."""
     interface, tools = (importlib.import_module(f"cupy_sdpa.{name}") for name in ("extend", "extend.cudnn"))
     assert len(interface.__all__) + len(tools.__all__) <= 40
-    for name in {*interface.__all__} - {"Array", "OPTIONS", "Options", "TYPES"}:
+    for name in {*interface.__all__} - {"Array", "FLOAT_DTYPES", "KEY_ARRAYS", "OPTIONS", "Options", "TYPES", "UNITS"}:
         doc = inspect.getdoc(getattr(interface, name))
         if example := re.search(r"^Example: :func:`\.?(\w+)`", doc, re.M):
             doc = inspect.getdoc(getattr(interface, example[1]))

@@ -43,7 +43,7 @@ def check_layout(layout: Any) -> None:
 
 
 def own_layout(axes: int) -> str:
-    """Return the package's own layout for this many axes."""
+    """Return the package's layout for this many axes."""
     return "dht" if axes == 3 else "dhsb"
 
 

@@ -16,7 +16,7 @@ from ..options.table import Split
 from ..problem.tensor_spec import FP8_LARGEST
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
-from ..runtime.dtypes import TYPES
+from ..runtime.dtypes import TYPES, UNITS
 
 
 class Keys(NamedTuple):
@@ -163,8 +163,6 @@ def _padded_table_kernel() -> str:
         }}"""
 
 
-#: The C types in which the kernel copies queries, by their size in bytes.
-_UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 #: The threads and the warps of a block.
 _THREADS, _WARPS = 128, 4
 #: The number of values that a warp loads before it has the scores of their keys.
@@ -224,7 +222,7 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> str:
     The first blocks write the chunks, copying units of bytes. In the other blocks, each warp computes attention over the
     boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
     """
-    kind, units = _UNITS[unit], d * TYPES[dtype].itemsize // unit
+    kind, units = UNITS[unit], d * TYPES[dtype].itemsize // unit
     boundary = """if (blockIdx.x >= x.split_blocks) {
                 attend_to_boundary_keys(x, boundary, scale, softcap, blockIdx.x - x.split_blocks);
                 return;

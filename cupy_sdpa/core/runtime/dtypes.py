@@ -61,6 +61,8 @@ def _fp8(mantissa: int, bias: int, largest: int, infinite: int, instruction: str
     return CudaType("Fp8", 1, defined + _FP8.replace("INSTRUCTION", instruction))
 
 
+#: The C types in which kernels copy memory, by their size in bytes.
+UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 #: The CUDA types.
 TYPES = {
     "float16": CudaType("__half", 2, "#include <cuda_fp16.h>\n"),
